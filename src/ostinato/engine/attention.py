@@ -1,0 +1,209 @@
+"""Attention over runs: queries against keys and values that lie anywhere in the pool, without a copy.
+
+A query at position p sees the keys of its sequence's runs at positions up to p (and above p - window).
+A run holds consecutive positions, so what a query sees of it is one contiguous range: there are no masks
+to build, and runs may come in any order. Each run is attended to by itself, and the parts are merged by
+their log-sum-exp (as in flash-decoding and cascade attention).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ostinato.cache.pool import Pool, Run
+from ostinato.native import kernels
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """What one layer's attention needs besides q, k and v.
+
+    `cos` and `sin` have shape [positions, rotary_dim / 2], float32; None without RoPE. `q_norm` and
+    `k_norm` are RMSNorm weights [head_dim], float32. `slopes` are ALiBi's, [heads], float32.
+    """
+
+    index: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    norm_eps: float = 1e-6
+    slopes: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Where the tokens of one step stand. Rows `starts[i]:starts[i + 1]` belong to sequence i.
+
+    `positions` and `slots` are int32 [tokens]; `runs[i]` holds all KV that sequence i may look at,
+    the step's own tokens included.
+    """
+
+    starts: tuple[int, ...]
+    positions: Tensor
+    slots: Tensor
+    runs: tuple[tuple[Run, ...], ...]
+
+    @cached_property
+    def native(self) -> kernels.AttentionBatch:
+        return kernels.AttentionBatch(self.starts, self.positions, self.slots, self.runs)
+
+    @cached_property
+    def slots_long(self) -> Tensor:
+        return self.slots.long()
+
+
+def attend(pool: Pool, batch: AttentionBatch, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+    """Rotate q and k, write k and v to the pool, and attend.
+
+    Args:
+        qkv: [tokens, (heads + 2 * kv_heads) * head_dim].
+
+    Returns:
+        [tokens, heads * head_dim].
+    """
+    keys, values = pool.keys[layer.index], pool.values[layer.index]
+    if kernels.available(qkv):
+        q = qkv.new_empty((qkv.shape[0], layer.heads, layer.head_dim))
+        kernels.rope_store(
+            qkv, batch.native, layer.cos, layer.sin, q, keys, values, layer.q_norm, layer.k_norm, layer.norm_eps
+        )
+        out = torch.empty_like(q)
+        kernels.attend(q, keys, values, out, batch.native, layer.scale, layer.window or 0, layer.slopes)
+    else:
+        q, k, v = _split_and_rotate(qkv, batch.positions, layer)
+        keys[:, batch.slots_long] = k.transpose(0, 1)
+        values[:, batch.slots_long] = v.transpose(0, 1)
+        out = _attend_torch(q, keys, values, batch, layer)
+    return out.flatten(1)
+
+
+def _split_and_rotate(qkv: Tensor, positions: Tensor, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:
+    """q [tokens, heads, head_dim], and k and v [tokens, kv_heads, head_dim], ready for attention."""
+    heads = qkv.view(qkv.shape[0], layer.heads + 2 * layer.kv_heads, layer.head_dim)
+    q, k, v = heads.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
+    if layer.q_norm is not None:
+        q = _rms_norm(q, layer.q_norm, layer.norm_eps)
+    if layer.k_norm is not None:
+        k = _rms_norm(k, layer.k_norm, layer.norm_eps)
+    if layer.cos is not None and layer.sin is not None:
+        at = positions.long()
+        cos, sin = layer.cos[at].unsqueeze(1), layer.sin[at].unsqueeze(1)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    return q, k, v
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = x.float()
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+
+def _attend_torch(q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, layer: AttentionLayer) -> Tensor:
+    """The plain PyTorch path: any device, any dtype."""
+    out = torch.zeros_like(q)
+    positions: list[int] = batch.positions.tolist()
+    for i, runs in enumerate(batch.runs):
+        rows = slice(batch.starts[i], batch.starts[i + 1])
+        # A group's queries stack on the sequence axis: grouped-query attention needs no repeated keys.
+        group = layer.heads // layer.kv_heads
+        stacked = q[rows].unflatten(1, (layer.kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
+        parts = [
+            part
+            for run in runs
+            for part in _attend_run(
+                stacked, keys, values, run, batch.positions[rows], positions[rows.start], positions[rows.stop - 1], layer
+            )
+        ]
+        if parts:
+            merged = _merge(parts).to(q.dtype)
+            out[rows] = merged.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
+    return out
+
+
+def _attend_run(
+    q: Tensor, keys: Tensor, values: Tensor, run: Run, positions: Tensor, first: int, last: int, layer: AttentionLayer
+) -> list[tuple[Tensor, Tensor]]:
+    """Parts (out, log-sum-exp) of stacked queries [kv_heads, group * n, head_dim] over one run.
+
+    `first` and `last` are the lowest and highest query position.
+    """
+    low = 0 if layer.window is None else max(0, first - layer.window + 1 - run.position)
+    high = min(run.length, last + 1 - run.position)
+    if high <= low:
+        return []
+    # Up to here every query sees every key: no mask. A window's lower edge needs one throughout.
+    plain = min(high, first + 1 - run.position)
+    if layer.slopes is not None or (layer.window is not None and last - layer.window + 1 > run.position + low):
+        plain = low
+    parts: list[tuple[Tensor, Tensor]] = []
+    if plain > low:
+        at = slice(run.slot + low, run.slot + plain)
+        parts.append(_attend_all(q, keys[:, at], values[:, at], layer.scale))
+    if high > max(plain, low):
+        start = max(plain, low)
+        at = slice(run.slot + start, run.slot + high)
+        key_positions = torch.arange(run.position + start, run.position + high, device=q.device)
+        parts.append(_attend_masked(q, keys[:, at], values[:, at], positions, key_positions, layer))
+    return parts
+
+
+def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Every query sees every key: flash attention. Shapes [kv_heads, rows, head_dim]."""
+    ops = torch.ops.aten
+    if q.device.type == "cuda" and q.dtype != torch.float32:
+        out, lse, *_ = ops._scaled_dot_product_flash_attention(q[None], k[None], v[None], scale=scale)
+        return out[0], lse[0, :, : q.shape[1]]
+    if q.device.type == "cpu":
+        out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q[None], k[None], v[None], scale=scale)
+        return out[0], lse[0]
+    return _softmax_parts((q.float() @ k.float().transpose(1, 2)) * scale, v)
+
+
+def _attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, key_positions: Tensor, layer: AttentionLayer
+) -> tuple[Tensor, Tensor]:
+    scores = (q.float() @ k.float().transpose(1, 2)) * layer.scale
+    group = layer.heads // layer.kv_heads
+    distance = key_positions[None, :] - positions[:, None]
+    by_group = scores.unflatten(1, (group, -1))
+    if layer.slopes is not None:
+        by_group += layer.slopes.view(layer.kv_heads, group, 1, 1) * distance
+    hidden = distance > 0
+    if layer.window is not None:
+        hidden |= distance <= -layer.window
+    by_group.masked_fill_(hidden, float("-inf"))
+    return _softmax_parts(scores, v)
+
+
+def _softmax_parts(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    lse = scores.logsumexp(-1)
+    # A query that sees none of these keys has -inf everywhere: its part weighs nothing.
+    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
+    return weights @ v.float(), lse
+
+
+def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0][0].nan_to_num()
+    lse = torch.stack([part[1].float() for part in parts])
+    total = lse.logsumexp(0)
+    weights = torch.exp(lse - torch.where(total.isinf(), 0.0, total))
+    return sum(
+        (w.unsqueeze(-1) * out.float() for w, (out, _) in zip(weights, parts, strict=True)), start=torch.zeros(())
+    )

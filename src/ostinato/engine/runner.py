@@ -1,0 +1,61 @@
+"""The runner: computes one step of work with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ostinato.cache.pool import Pool, Run
+from ostinato.engine.attention import AttentionBatch, attend
+from ostinato.engine.scheduler import Work
+from ostinato.models.decoder import Decoder
+
+
+class Runner:
+    """Lays a step's tokens out as one batch, whoever they belong to."""
+
+    def __init__(self, decoder: Decoder, pool: Pool) -> None:
+        self.decoder = decoder
+        self.pool = pool
+
+    def run(self, work: Seq[Work]) -> Tensor:
+        """Write the KV of all tokens of `work`; return logits [sampling sequences, vocab], in order."""
+        size = self.pool.block_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        rows: list[int] = []
+        runs: list[tuple[Run, ...]] = []
+        for item in work:
+            sequence, start = item.sequence, item.sequence.computed
+            end = start + item.tokens
+            tokens += sequence.token_ids[start:end]
+            positions += range(start, end)
+            slots += sequence.slots(start, end, size)
+            starts.append(len(tokens))
+            runs.append(_written(sequence.runs(size), end))
+            if item.samples:
+                rows.append(len(tokens) - 1)
+        device = self.decoder.device
+        batch = AttentionBatch(
+            starts=tuple(starts),
+            positions=torch.tensor(positions, dtype=torch.int32, device=device),
+            slots=torch.tensor(slots, dtype=torch.int32, device=device),
+            runs=tuple(runs),
+        )
+        return self.decoder.forward(
+            torch.tensor(tokens, device=device), partial(attend, self.pool, batch), torch.tensor(rows, device=device, dtype=torch.int64)
+        )
+
+
+def _written(runs: Seq[Run], tokens: int) -> tuple[Run, ...]:
+    """The runs cut to the first `tokens` positions."""
+    return tuple(
+        run if run.position + run.length <= tokens else Run(run.slot, tokens - run.position, run.position)
+        for run in runs
+        if run.position < tokens
+    )

@@ -1,0 +1,766 @@
+// Attention over runs of slots.
+//
+// Queries that share a key/value head are stacked (query, head of the group) and cut into tiles of 16
+// lanes.  Keys come in blocks of up to 128, gathered from the runs of the sequence.  Scores are kept
+// transposed, [key][lane]: softmax is then vertical (no horizontal reduction), masks and ALiBi are one
+// vector operation per key, and the key rows of the pool feed AMX as they lie.  The output is kept
+// transposed as well, [dim][lane], so that rescaling is vertical too.
+#include "common.h"
+
+#include <atomic>
+#include <type_traits>
+#include <vector>
+
+using namespace ostinato;
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr int KEYS = 128;
+constexpr int UNIT_TILES = 16;
+constexpr int MAX_DIM = 256;
+constexpr float LOWEST = -1e30f;
+constexpr float LOG2E = 1.44269504089f;
+
+struct Batch {
+    int32_t sequences;
+    int32_t most_queries;
+    const int32_t *query_start, *positions, *run_start, *slot, *length, *position;
+};
+
+struct Problem {
+    const Batch* batch;
+    const void *q, *k, *v;
+    void* out;
+    const float* slopes;
+    int64_t k_stride, v_stride;
+    int heads, kv_heads, dim, group, window, threads;
+    float scale;
+};
+
+INLINE int round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+// The part of a run that positions low..high can see.
+struct Visible {
+    int slot, position, length;
+};
+
+INLINE Visible clip(const Batch& b, int run, int64_t low, int64_t high) {
+    int64_t first = b.position[run], last = first + b.length[run] - 1;
+    int64_t from = first > low ? first : low, to = last < high ? last : high;
+    if (to < from) return {0, 0, 0};
+    return {int(b.slot[run] + (from - first)), int(from), int(to - from + 1)};
+}
+
+// Up to KEYS keys of one sequence, in the order of its runs.
+struct Block {
+    int count, low, high;
+    bool contiguous;
+    alignas(64) int32_t slot[KEYS];
+    alignas(64) int32_t position[KEYS];
+
+    void clear() {
+        count = 0;
+        low = INT32_MAX;
+        high = INT32_MIN;
+        contiguous = true;
+    }
+    int add(const Visible& v, int skip) {
+        int n = v.length - skip < KEYS - count ? v.length - skip : KEYS - count;
+        int s = v.slot + skip, p = v.position + skip;
+        if (count && s != slot[count - 1] + 1) contiguous = false;
+        for (int i = 0; i < n; i++) slot[count + i] = s + i;
+        for (int i = 0; i < n; i++) position[count + i] = p + i;
+        count += n;
+        low = p < low ? p : low;
+        high = p + n - 1 > high ? p + n - 1 : high;
+        return n;
+    }
+};
+
+// Calls f(block) for the keys from..to (in visible order) of a sequence.
+template <class F>
+INLINE void each_block(const Batch& b, int sequence, int64_t low, int64_t high, int64_t from, int64_t to, Block& block,
+                       F f) {
+    block.clear();
+    int64_t at = 0;
+    for (int r = b.run_start[sequence]; r < b.run_start[sequence + 1] && at < to; r++) {
+        Visible v = clip(b, r, low, high);
+        if (at + v.length > to) v.length = int(to - at);
+        int skip = at < from ? int(from - at < v.length ? from - at : v.length) : 0;
+        while (skip < v.length) {
+            skip += block.add(v, skip);
+            if (block.count == KEYS) {
+                f(block);
+                block.clear();
+            }
+        }
+        at += v.length;
+    }
+    if (block.count) f(block);
+}
+
+struct Tile {
+    alignas(64) float most[LANES];
+    alignas(64) float sum[LANES];
+    alignas(64) int32_t position[LANES];
+    alignas(64) float slope[LANES];
+    int lanes, low, high;
+};
+
+struct Work {
+    Scratch query, output, key, value, scores, weights, part;
+    Tile tiles[UNIT_TILES];
+    Block block;
+};
+
+thread_local Work work;
+
+#ifdef OSTINATO_AMX
+INLINE f32x16 fast_exp2(f32x16 x) {
+    __m512 f = _mm512_reduce_ps((__m512)x, 1);  // x - floor(x)
+    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.0780243819f), f, _mm512_set1_ps(0.2260673558f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.6958334717f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.9999252218f));
+    return (f32x16)_mm512_scalef_ps(p, (__m512)x);
+}
+#endif
+
+// Softmax of one block for one tile.  Scores become exp2(score - running maximum); `fast` writes them as
+// bf16 pairs of keys, else in place.  Returns whether the earlier output has to be scaled by `alpha`.
+template <bool FAST>
+INLINE bool softmax(Tile& tile, const Block& block, int padded, float* scores, uint32_t* pairs, float scale,
+                    const float* slopes, int window, float* alpha) {
+    const int n = block.count;
+    const f32x16 lowest = splat(-INFINITY);
+    for (int k = n; k < padded; k++) store16(scores + k * LANES, lowest);
+    f32x16 before = load16(tile.most), most = lowest;
+    f32x16 factor = splat(scale * LOG2E);
+    const bool masked =
+        block.high > tile.low || (window && int64_t(block.low) <= int64_t(tile.high) - window);
+    if (masked || slopes) {
+        const i32x16 q = *reinterpret_cast<const i32x16_any*>(tile.position);
+        const f32x16 slope = load16(tile.slope);
+        const int reach = window ? window : INT32_MAX;
+        for (int k = 0; k < n; k++) {
+            f32x16 s = load16(scores + k * LANES) * factor;
+            i32x16 distance = q - block.position[k];
+            if (slopes) s -= slope * __builtin_convertvector(distance, f32x16);
+            s = (distance >= 0) & (distance < reach) ? s : lowest;
+            store16(scores + k * LANES, s);
+            most = max16(most, s);
+        }
+        factor = splat(1.0f);
+    } else {
+        f32x16 a = lowest, b = lowest, c = lowest;
+        int k = 0;
+        for (; k + 4 <= n; k += 4) {
+            most = max16(most, load16(scores + k * LANES));
+            a = max16(a, load16(scores + (k + 1) * LANES));
+            b = max16(b, load16(scores + (k + 2) * LANES));
+            c = max16(c, load16(scores + (k + 3) * LANES));
+        }
+        for (; k < n; k++) most = max16(most, load16(scores + k * LANES));
+        most = max16(max16(most, a), max16(b, c)) * factor;
+    }
+    most = max16(most, before);
+    f32x16 sum{}, more{};
+#ifdef OSTINATO_AMX
+    if (FAST) {
+        const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                                    22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        for (int k = 0; k < padded; k += 2) {
+            f32x16 a = fast_exp2(load16(scores + k * LANES) * factor - most);
+            f32x16 b = fast_exp2(load16(scores + (k + 1) * LANES) * factor - most);
+            sum += a;
+            more += b;
+            __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+            _mm512_store_si512(pairs + k / 2 * LANES, _mm512_permutexvar_epi16(interleave, both));
+        }
+    }
+#endif
+    if (!FAST) {
+        for (int k = 0; k < n; k++) {
+            f32x16 a = exp2_16(load16(scores + k * LANES) * factor - most);
+            sum += a;
+            store16(scores + k * LANES, a);
+        }
+    }
+    f32x16 shrink = exp2_16(before - most);
+    store16(tile.sum, load16(tile.sum) * shrink + (sum + more));
+    store16(tile.most, most);
+    store16(alpha, shrink);
+    for (int i = 0; i < LANES; i++)
+        if (alpha[i] != 1.0f) return true;
+    return false;
+}
+
+// ---- float arithmetic: any machine, any type ----
+
+template <class T>
+struct Plain {
+    static constexpr bool transposed = true;
+    static constexpr bool fast = false;
+    using Query = float;
+
+    static int query_size(int dim) { return dim * LANES; }
+
+    static void load_query(float* qt, int lane, const T* row, int dim) {
+        for (int d = 0; d < dim; d++) qt[d * LANES + lane] = to_float(row[d]);
+    }
+
+    const float *k, *v;
+    int64_t k_step, v_step;
+
+    static const float* gather(Scratch& to, const T* base, const Block& b, int dim, int64_t* step) {
+        if (std::is_same<T, float>::value && b.contiguous) {
+            *step = dim;
+            return reinterpret_cast<const float*>(base) + int64_t(b.slot[0]) * dim;
+        }
+        float* f = to.get<float>(size_t(KEYS) * dim);
+        for (int i = 0; i < b.count; i++)
+            for (int d = 0; d < dim; d++) f[i * dim + d] = to_float(base[int64_t(b.slot[i]) * dim + d]);
+        *step = dim;
+        return f;
+    }
+
+    void load_block(const T* kb, const T* vb, const Block& b, int dim) {
+        k = gather(work.key, kb, b, dim, &k_step);
+        v = gather(work.value, vb, b, dim, &v_step);
+    }
+
+    template <int N>
+    INLINE void score(const float* qt, int dim, int at, float* scores) const {
+        f32x16 s[N] = {};
+        for (int d = 0; d < dim; d++) {
+            f32x16 x = load16(qt + d * LANES);
+            for (int i = 0; i < N; i++) s[i] += x * k[(at + i) * k_step + d];
+        }
+        for (int i = 0; i < N; i++) store16(scores + (at + i) * LANES, s[i]);
+    }
+
+    void scores(const float* qt, const Block& b, int dim, float* out) const {
+        int at = 0;
+#ifdef OSTINATO_AVX512
+        for (; at + 8 <= b.count; at += 8) score<8>(qt, dim, at, out);
+#endif
+        for (; at + 4 <= b.count; at += 4) score<4>(qt, dim, at, out);
+        for (; at < b.count; at++) score<1>(qt, dim, at, out);
+    }
+
+    template <int N>
+    INLINE void mix(const float* weights, int count, int d, float* output, const f32x16* alpha) const {
+        f32x16 o[N];
+        for (int i = 0; i < N; i++) o[i] = load16(output + (d + i) * LANES);
+        if (alpha)
+            for (int i = 0; i < N; i++) o[i] *= *alpha;
+        for (int j = 0; j < count; j++) {
+            f32x16 p = load16(weights + j * LANES);
+            const float* row = v + j * v_step + d;
+            for (int i = 0; i < N; i++) o[i] += p * row[i];
+        }
+        for (int i = 0; i < N; i++) store16(output + (d + i) * LANES, o[i]);
+    }
+
+    void values(const float* weights, const uint32_t*, const Block& b, int dim, int, float* output,
+                const float* alpha) const {
+        f32x16 a;
+        if (alpha) a = load16(alpha);
+        int d = 0;
+#ifdef OSTINATO_AVX512
+        for (; d + 8 <= dim; d += 8) mix<8>(weights, b.count, d, output, alpha ? &a : nullptr);
+#endif
+        for (; d + 4 <= dim; d += 4) mix<4>(weights, b.count, d, output, alpha ? &a : nullptr);
+        for (; d < dim; d++) mix<1>(weights, b.count, d, output, alpha ? &a : nullptr);
+    }
+
+    static int padded(const Block& b) { return b.count; }
+    static void begin() {}
+    static void end() {}
+};
+
+#ifdef OSTINATO_AMX
+
+// 16 x 16 matrix of 32-bit elements, in place.
+INLINE void transpose16(__m512i* r) {
+    __m512i t[16];
+    for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+        t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+        t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+        t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+        r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+        r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+        r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+    }
+}
+
+// bf16 on AMX tiles.  FEW: at most four lanes in use, output [lane][dim], no transposed values.
+template <bool FEW>
+struct Amx {
+    static constexpr bool transposed = !FEW;
+    static constexpr bool fast = true;
+    using Query = uint32_t;
+
+    static int query_size(int dim) { return round_up(dim, 32) / 2 * LANES; }
+
+    static void load_query(uint32_t* qt, int lane, const bf16* row, int dim) {
+        for (int p = 0; p < dim / 2; p++) std::memcpy(qt + p * LANES + lane, row + 2 * p, 4);
+    }
+
+    const bf16 *k, *v_base;
+    const bf16* tail;  // the last, partial 16 keys, zero-filled; null if there is none
+    int k_step, full;
+
+    void load_block(const bf16* kb, const bf16* vb, const Block& b, int dim) {
+        const int width = round_up(dim, 32);
+        tail = nullptr;
+        if (b.contiguous && width == dim) {
+            k = kb + int64_t(b.slot[0]) * dim;
+            k_step = dim;
+            full = b.count / 16;
+            if (b.count % 16) {
+                bf16* t = work.key.get<bf16>(size_t(KEYS) * width);
+                std::memcpy(t, k + full * 16 * dim, size_t(b.count % 16) * dim * 2);
+                std::memset(t + (b.count % 16) * dim, 0, size_t(16 - b.count % 16) * dim * 2);
+                tail = t;
+            }
+        } else {
+            bf16* t = work.key.get<bf16>(size_t(KEYS) * width);
+            for (int i = 0; i < b.count; i++) {
+                std::memcpy(t + i * width, kb + int64_t(b.slot[i]) * dim, size_t(dim) * 2);
+                std::memset(t + i * width + dim, 0, size_t(width - dim) * 2);
+            }
+            std::memset(t + b.count * width, 0, size_t(round_up(b.count, 16) - b.count) * width * 2);
+            k = t;
+            k_step = width;
+            full = round_up(b.count, 16) / 16;
+        }
+        v_base = vb;
+        if (!FEW) transpose_values(vb, b, dim);
+    }
+
+    // Values as A tiles: [32 keys][16 dims] becomes 16 rows of 32 keys.
+    void transpose_values(const bf16* vb, const Block& b, int dim) {
+        const int dims = round_up(dim, 16) / 16, steps = round_up(b.count, 32) / 32;
+        uint32_t* to = work.value.get<uint32_t>(size_t(KEYS) / 32 * dims * 256);
+        const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                                    22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        for (int s = 0; s < steps; s++) {
+            for (int dt = 0; dt < dims; dt++) {
+                __m512i r[16];
+                for (int i = 0; i < 16; i++) {
+                    const int at = 32 * s + 2 * i;
+                    __m256i a = _mm256_setzero_si256(), c = a;
+                    if (at < b.count)
+                        a = _mm256_loadu_si256(
+                            reinterpret_cast<const __m256i*>(vb + int64_t(b.slot[at]) * dim + 16 * dt));
+                    if (at + 1 < b.count)
+                        c = _mm256_loadu_si256(
+                            reinterpret_cast<const __m256i*>(vb + int64_t(b.slot[at + 1]) * dim + 16 * dt));
+                    r[i] = _mm512_permutexvar_epi16(interleave, _mm512_inserti64x4(_mm512_castsi256_si512(a), c, 1));
+                }
+                transpose16(r);
+                for (int i = 0; i < 16; i++) _mm512_store_si512(to + (s * dims + dt) * 256 + 16 * i, r[i]);
+            }
+        }
+    }
+
+    void scores(const uint32_t* qt, const Block& b, int dim, float* out) const {
+        const int chunks = round_up(dim, 32) / 32, stride = k_step * 2;
+        int t = 0;
+        for (; t + 4 <= full; t += 4) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int c = 0; c < chunks; c++) {
+                const bf16* a = k + t * 16 * k_step + 32 * c;
+                _tile_loadd(4, qt + c * 256, 64);
+                _tile_loadd(5, a, stride);
+                _tile_dpbf16ps(0, 5, 4);
+                _tile_loadd(6, a + 16 * k_step, stride);
+                _tile_dpbf16ps(1, 6, 4);
+                _tile_loadd(7, a + 32 * k_step, stride);
+                _tile_dpbf16ps(2, 7, 4);
+                _tile_loadd(5, a + 48 * k_step, stride);
+                _tile_dpbf16ps(3, 5, 4);
+            }
+            _tile_stored(0, out + t * 256, 64);
+            _tile_stored(1, out + t * 256 + 256, 64);
+            _tile_stored(2, out + t * 256 + 512, 64);
+            _tile_stored(3, out + t * 256 + 768, 64);
+        }
+        for (; t < full; t++) one(k + t * 16 * k_step, stride, qt, chunks, out + t * 256);
+        if (tail) one(tail, stride, qt, chunks, out + t * 256);
+        (void)b;
+    }
+
+    static INLINE void one(const bf16* a, int stride, const uint32_t* qt, int chunks, float* out) {
+        _tile_zero(0);
+        for (int c = 0; c < chunks; c++) {
+            _tile_loadd(4, qt + c * 256, 64);
+            _tile_loadd(5, a + 32 * c, stride);
+            _tile_dpbf16ps(0, 5, 4);
+        }
+        _tile_stored(0, out, 64);
+    }
+
+    // Output dims 16 * d .. 16 * (d + N).
+    template <int N>
+    INLINE void mix(const uint32_t* pairs, const uint32_t* vt, int steps, int dims, int d, float* output) const {
+        float* o = output + d * 256;
+        _tile_loadd(0, o, 64);
+        if (N > 1) _tile_loadd(1, o + 256, 64);
+        if (N > 2) _tile_loadd(2, o + 512, 64);
+        if (N > 3) _tile_loadd(3, o + 768, 64);
+        for (int s = 0; s < steps; s++) {
+            const uint32_t* a = vt + (s * dims + d) * 256;
+            _tile_loadd(4, pairs + s * 256, 64);
+            _tile_loadd(5, a, 64);
+            _tile_dpbf16ps(0, 5, 4);
+            if (N > 1) {
+                _tile_loadd(6, a + 256, 64);
+                _tile_dpbf16ps(1, 6, 4);
+            }
+            if (N > 2) {
+                _tile_loadd(7, a + 512, 64);
+                _tile_dpbf16ps(2, 7, 4);
+            }
+            if (N > 3) {
+                _tile_loadd(5, a + 768, 64);
+                _tile_dpbf16ps(3, 5, 4);
+            }
+        }
+        _tile_stored(0, o, 64);
+        if (N > 1) _tile_stored(1, o + 256, 64);
+        if (N > 2) _tile_stored(2, o + 512, 64);
+        if (N > 3) _tile_stored(3, o + 768, 64);
+    }
+
+    // [lane][dim]: pairs of value rows times pairs of weights.
+    template <int L, int N>
+    INLINE void few(const uint32_t* pairs, const Block& b, int dim, int d, float* output, const float* alpha) const {
+        const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                                    22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        __m512 o[L][N];
+        for (int l = 0; l < L; l++)
+            for (int i = 0; i < N; i++) {
+                o[l][i] = _mm512_loadu_ps(output + l * dim + d + 16 * i);
+                if (alpha) o[l][i] = _mm512_mul_ps(o[l][i], _mm512_set1_ps(alpha[l]));
+            }
+        for (int j = 0; j < b.count; j += 2) {
+            const bf16* x = v_base + int64_t(b.slot[j]) * dim + d;
+            const bf16* y = j + 1 < b.count ? v_base + int64_t(b.slot[j + 1]) * dim + d : x;  // its weight is 0
+            for (int i = 0; i < N; i++) {
+                __m512i both = _mm512_inserti64x4(
+                    _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 16 * i))),
+                    _mm256_loadu_si256(reinterpret_cast<const __m256i*>(y + 16 * i)), 1);
+                both = _mm512_permutexvar_epi16(interleave, both);
+                for (int l = 0; l < L; l++)
+                    o[l][i] = _mm512_dpbf16_ps(o[l][i], (__m512bh)both,
+                                               (__m512bh)_mm512_set1_epi32(int(pairs[j / 2 * LANES + l])));
+            }
+        }
+        for (int l = 0; l < L; l++)
+            for (int i = 0; i < N; i++) _mm512_storeu_ps(output + l * dim + d + 16 * i, o[l][i]);
+    }
+
+    template <int L>
+    INLINE void few_lanes(const uint32_t* pairs, const Block& b, int dim, float* output, const float* alpha) const {
+        int d = 0;
+        for (; d + 64 <= dim; d += 64) few<L, 4>(pairs, b, dim, d, output, alpha);
+        for (; d < dim; d += 16) few<L, 1>(pairs, b, dim, d, output, alpha);
+    }
+
+    void values(const float*, const uint32_t* pairs, const Block& b, int dim, int lanes, float* output,
+                const float* alpha) const {
+        if (FEW) {
+            for (int l = 0; l < lanes; l += 4) {
+                const uint32_t* p = pairs + l;
+                float* o = output + l * dim;
+                const float* a = alpha ? alpha + l : nullptr;
+                switch (lanes - l < 4 ? lanes - l : 4) {
+                    case 1: few_lanes<1>(p, b, dim, o, a); break;
+                    case 2: few_lanes<2>(p, b, dim, o, a); break;
+                    case 3: few_lanes<3>(p, b, dim, o, a); break;
+                    default: few_lanes<4>(p, b, dim, o, a);
+                }
+            }
+            return;
+        }
+        const int dims = round_up(dim, 16) / 16, steps = round_up(b.count, 32) / 32;
+        if (alpha) {
+            const f32x16 a = load16(alpha);
+            for (int d = 0; d < dims * 16; d++) store16(output + d * LANES, load16(output + d * LANES) * a);
+        }
+        const uint32_t* vt = work.value.get<uint32_t>(size_t(KEYS) / 32 * dims * 256);
+        int d = 0;
+        for (; d + 4 <= dims; d += 4) mix<4>(pairs, vt, steps, dims, d, output);
+        switch (dims - d) {
+            case 1: mix<1>(pairs, vt, steps, dims, d, output); break;
+            case 2: mix<2>(pairs, vt, steps, dims, d, output); break;
+            case 3: mix<3>(pairs, vt, steps, dims, d, output); break;
+        }
+    }
+
+    static int padded(const Block& b) { return round_up(b.count, 32); }
+    static void begin() { amx_begin(); }
+    static void end() { amx_end(); }
+};
+#endif
+
+// ---- units of work ----
+
+// Rows `first`.. (of query * group + head) of one sequence and key/value head, keys from..to of those visible.
+struct Unit {
+    int sequence, kv_head, first, rows;
+    int64_t from, to;
+};
+
+template <class T, class Math>
+void attend_unit(const Problem& p, const Unit& u, float** output) {
+    using Query = typename Math::Query;
+    const Batch& b = *p.batch;
+    const int D = p.dim, start = b.query_start[u.sequence];
+    const int size = Math::query_size(D), width = round_up(D, 16) * LANES, tiles = (u.rows + LANES - 1) / LANES;
+    Query* query = work.query.get<Query>(size_t(tiles) * size);
+    float* out = work.output.get<float>(size_t(tiles) * width);
+    float* scores = work.scores.get<float>(KEYS * LANES);
+    uint32_t* pairs = work.weights.get<uint32_t>(KEYS / 2 * LANES);
+    std::memset(query, 0, sizeof(Query) * size_t(tiles) * size);
+    std::memset(out, 0, sizeof(float) * size_t(tiles) * width);
+    for (int t = 0; t < tiles; t++) {
+        Tile& tile = work.tiles[t];
+        tile.lanes = u.rows - t * LANES < LANES ? u.rows - t * LANES : LANES;
+        for (int l = 0; l < LANES; l++) {
+            const int row = u.first + t * LANES + (l < tile.lanes ? l : tile.lanes - 1);
+            const int q = start + row / p.group, head = u.kv_head * p.group + row % p.group;
+            tile.position[l] = b.positions[q];
+            tile.slope[l] = p.slopes ? p.slopes[head] * LOG2E : 0.0f;
+            tile.most[l] = LOWEST;
+            tile.sum[l] = 0;
+            if (l < tile.lanes)
+                Math::load_query(query + size_t(t) * size, l,
+                                 static_cast<const T*>(p.q) + (int64_t(q) * p.heads + head) * D, D);
+        }
+        tile.low = tile.position[0];
+        tile.high = tile.position[LANES - 1];
+    }
+    const T* kb = static_cast<const T*>(p.k) + u.kv_head * p.k_stride;
+    const T* vb = static_cast<const T*>(p.v) + u.kv_head * p.v_stride;
+    const int64_t low = p.window ? int64_t(work.tiles[0].low) - p.window + 1 : INT32_MIN;
+    Math math;
+    each_block(b, u.sequence, low, work.tiles[tiles - 1].high, u.from, u.to, work.block, [&](const Block& block) {
+        math.load_block(kb, vb, block, D);
+        for (int t = 0; t < tiles; t++) {
+            Tile& tile = work.tiles[t];
+            if (block.low > tile.high || (p.window && int64_t(block.high) <= int64_t(tile.low) - p.window)) continue;
+            alignas(64) float alpha[LANES];
+            math.scores(query + size_t(t) * size, block, D, scores);
+            bool scaled = softmax<Math::fast>(tile, block, Math::padded(block), scores, pairs, p.scale, p.slopes,
+                                              p.window, alpha);
+            math.values(scores, pairs, block, D, tile.lanes, out + size_t(t) * width, scaled ? alpha : nullptr);
+        }
+    });
+    *output = out;
+}
+
+template <class T, class Math>
+void write_unit(const Problem& p, const Unit& u, const float* out) {
+    const int D = p.dim, start = p.batch->query_start[u.sequence], width = round_up(D, 16) * LANES;
+    for (int r = 0; r < u.rows; r++) {
+        const int row = u.first + r, l = r % LANES;
+        const Tile& tile = work.tiles[r / LANES];
+        const float* o = out + size_t(r / LANES) * width;
+        const float inverse = tile.sum[l] > 0 ? 1.0f / tile.sum[l] : 0.0f;
+        T* to = static_cast<T*>(p.out) +
+                (int64_t(start + row / p.group) * p.heads + u.kv_head * p.group + row % p.group) * D;
+        for (int d = 0; d < D; d++) from_float((Math::transposed ? o[d * LANES + l] : o[l * D + d]) * inverse, to[d]);
+    }
+}
+
+// Many queries: units of some tiles, handed out one by one, longest first.
+template <class T, class Math>
+void attend_many(const Problem& p, const std::vector<int>& sequences) {
+    const Batch& b = *p.batch;
+    std::vector<Unit> units;
+    int64_t total = 0;
+    for (int s : sequences) total += int64_t(b.query_start[s + 1] - b.query_start[s]) * p.group * p.kv_heads;
+    int64_t tiles = total / LANES / (p.threads * 6) + 1;
+    const int step = LANES * int(tiles < 4 ? (tiles < 1 ? 1 : tiles) : tiles > UNIT_TILES ? UNIT_TILES : tiles);
+    for (int s : sequences) {
+        const int rows = (b.query_start[s + 1] - b.query_start[s]) * p.group;
+        for (int first = (rows - 1) / step * step; first >= 0; first -= step)
+            for (int h = 0; h < p.kv_heads; h++)
+                units.push_back({s, h, first, rows - first < step ? rows - first : step, 0, INT64_MAX});
+    }
+    std::atomic<size_t> next{0};
+    auto work_off = [&] {
+        Math::begin();
+        for (size_t i; (i = next.fetch_add(1)) < units.size();) {
+            float* out;
+            attend_unit<T, Math>(p, units[i], &out);
+            write_unit<T, Math>(p, units[i], out);
+        }
+        Math::end();
+    };
+    if (p.threads == 1 || units.size() == 1) {
+        work_off();
+        return;
+    }
+#pragma omp parallel num_threads(p.threads)
+    work_off();
+}
+
+thread_local Scratch item_scratch, part_scratch;
+
+// One tile per (sequence, key/value head): the keys of all of them in a row, cut evenly among the
+// threads; heads whose keys were cut are merged afterwards.
+template <class T, class Math>
+void attend_few(const Problem& p, const int* sequences, int count) {
+    const Batch& b = *p.batch;
+    const int64_t items = int64_t(count) * p.kv_heads;
+    int64_t* start = item_scratch.get<int64_t>(items + 1);
+    start[0] = 0;
+    for (int i = 0; i < count; i++) {
+        const int s = sequences[i], first = b.positions[b.query_start[s]], last = b.positions[b.query_start[s + 1] - 1];
+        int64_t keys = 0;
+        for (int r = b.run_start[s]; r < b.run_start[s + 1]; r++)
+            keys += clip(b, r, p.window ? int64_t(first) - p.window + 1 : INT32_MIN, last).length;
+        for (int h = 0; h < p.kv_heads; h++)
+            start[i * p.kv_heads + h + 1] = start[i * p.kv_heads + h] + keys;
+    }
+    const int64_t total = start[items];
+    const int threads = total * p.dim < 16384 ? 1 : p.threads;
+    const int width = round_up(p.dim, 16) * LANES, part = width + 2 * LANES;
+    // At most one partial result before and one after each cut: two for every thread.
+    float* parts = part_scratch.get<float>(size_t(2 * threads) * part);
+    auto cut = [&](int64_t t, int64_t n) { return t >= n ? total : total * t / n / 32 * 32; };
+    auto run = [&](int thread, int n) {
+        const int64_t begin = cut(thread, n), end = cut(thread + 1, n);
+        Math::begin();
+        int64_t lo = 0, hi = items;  // the first item that ends after `begin`, or holds no key there
+        while (lo < hi) {
+            int64_t mid = (lo + hi) / 2;
+            if (start[mid + 1] > begin || (start[mid] == start[mid + 1] && start[mid] >= begin)) hi = mid;
+            else lo = mid + 1;
+        }
+        for (int64_t i = lo; i < items && (start[i] < end || (thread == n - 1 && start[i] == end)); i++) {
+            const int s = sequences[i / p.kv_heads];
+            const int rows = (b.query_start[s + 1] - b.query_start[s]) * p.group;
+            const bool opens = start[i] >= begin, closes = start[i + 1] <= end;
+            Unit u{s, int(i % p.kv_heads), 0, rows, opens ? 0 : begin - start[i], (closes ? start[i + 1] : end) - start[i]};
+            float* out;
+            attend_unit<T, Math>(p, u, &out);
+            if (opens && closes) {
+                write_unit<T, Math>(p, u, out);
+                continue;
+            }
+            float* to = parts + size_t(2 * thread + (opens ? 1 : 0)) * part;
+            std::memcpy(to, out, sizeof(float) * width);
+            std::memcpy(to + width, work.tiles[0].most, sizeof(float) * LANES);
+            std::memcpy(to + width + LANES, work.tiles[0].sum, sizeof(float) * LANES);
+        }
+        Math::end();
+    };
+    auto merge = [&](int thread, int n) {
+        // A thread merges the cut items that open in its range.
+        for (int64_t i = 0; i < items; i++) {
+            int t = thread;
+            if (!(start[i] >= cut(t, n) && start[i] < cut(t + 1, n) && start[i + 1] > cut(t + 1, n))) continue;
+            const int s = sequences[i / p.kv_heads];
+            Unit u{s, int(i % p.kv_heads), 0, (b.query_start[s + 1] - b.query_start[s]) * p.group, 0, 0};
+            float* sum = parts + size_t(2 * t + 1) * part;
+            for (t++; t < n && cut(t, n) < start[i + 1]; t++) {
+                if (cut(t, n) == cut(t + 1, n)) continue;
+                const float* other = parts + size_t(2 * t) * part;
+                for (int l = 0; l < u.rows; l++) {
+                    float a = sum[width + l], c = other[width + l], m = a > c ? a : c;
+                    float x = std::exp2(a - m), y = std::exp2(c - m);
+                    sum[width + l] = m;
+                    sum[width + LANES + l] = sum[width + LANES + l] * x + other[width + LANES + l] * y;
+                    for (int d = 0; d < p.dim; d++) {
+                        int at = Math::transposed ? d * LANES + l : l * p.dim + d;
+                        sum[at] = sum[at] * x + other[at] * y;
+                    }
+                }
+            }
+            std::memcpy(work.tiles[0].sum, sum + width + LANES, sizeof(float) * LANES);
+            write_unit<T, Math>(p, u, sum);
+        }
+    };
+    if (threads == 1) {
+        run(0, 1);
+        return;
+    }
+#pragma omp parallel num_threads(threads)
+    {
+        const int thread = omp_get_thread_num(), n = omp_get_num_threads();
+        run(thread, n);
+#pragma omp barrier
+        merge(thread, n);
+    }
+}
+
+template <class T, class Many, class Few>
+void attend(const Problem& p) {
+    const Batch& b = *p.batch;
+    static thread_local std::vector<int> many, few;
+    many.clear();
+    few.clear();
+    for (int s = 0; s < b.sequences; s++) {
+        const int rows = (b.query_start[s + 1] - b.query_start[s]) * p.group;
+        if (rows > LANES)
+            many.push_back(s);
+        else if (rows)
+            few.push_back(s);
+    }
+    if (!many.empty()) attend_many<T, Many>(p, many);
+    // Sequences of a kind together: the layout of the output depends on the lanes in use.
+    size_t i = 0;
+    while (i < few.size()) {
+        size_t j = i;
+        auto small = [&](size_t n) { return (b.query_start[few[n] + 1] - b.query_start[few[n]]) * p.group <= 8; };
+        while (j < few.size() && small(j) == small(i)) j++;
+        if (small(i))
+            attend_few<T, Few>(p, few.data() + i, int(j - i));
+        else
+            attend_few<T, Many>(p, few.data() + i, int(j - i));
+        i = j;
+    }
+}
+
+}  // namespace
+
+// shape: heads | kv_heads << 16; flags: 1 bf16, 2 without AMX (for tests); bits 8.. the threads.
+EXPORT void ostinato_attend(const Batch* batch, const void* q, const void* k, const void* v, void* out, float scale,
+                            int32_t shape, int32_t dim, int32_t window, int32_t flags, const float* slopes,
+                            int64_t k_stride, int64_t v_stride) {
+    const int heads = shape & 0xffff, kv_heads = shape >> 16;
+    Problem p{batch, q, k, v, out, slopes, k_stride, v_stride, heads, kv_heads, dim, heads / kv_heads, window, flags >> 8, scale};
+    if (!(flags & 1)) {
+        attend<float, Plain<float>, Plain<float>>(p);
+        return;
+    }
+#ifdef OSTINATO_AMX
+    if (amx_allowed && dim % 16 == 0 && !(flags & 2)) {
+        attend<bf16, Amx<false>, Amx<true>>(p);
+        return;
+    }
+#endif
+    attend<bf16, Plain<bf16>, Plain<bf16>>(p);
+}

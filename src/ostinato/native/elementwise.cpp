@@ -1,0 +1,194 @@
+// Norms, gated activations, rotary embedding with the write into the pool; library start-up.
+#include "common.h"
+
+#include <type_traits>
+
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+using namespace ostinato;
+
+bool ostinato::amx_allowed = false;
+
+namespace {
+
+// Rows shared out over threads, or none where the work is too small to wake one up for.
+template <class F>
+void each_row(int64_t rows, int64_t elements, int threads, F f) {
+    if (threads <= 1 || rows < 2 || elements < 32768) {
+        for (int64_t i = 0; i < rows; i++) f(i);
+        return;
+    }
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < rows; i++) f(i);
+}
+
+template <class T>
+INLINE f32x16 load_n(const T* p, int n) {
+    return n >= 16 ? load16(p) : load_some(p, n);
+}
+
+template <class T>
+INLINE void store_n(T* p, f32x16 x, int n) {
+    if (n >= 16)
+        store16(p, x);
+    else
+        store_some(p, x, n);
+}
+
+template <class T>
+INLINE float inverse_rms(const T* x, int n, float eps) {
+    f32x16 a{}, b{};
+    int k = 0;
+    for (; k + 32 <= n; k += 32) {
+        f32x16 u = load16(x + k), v = load16(x + k + 16);
+        a += u * u;
+        b += v * v;
+    }
+    for (; k < n; k += 16) {
+        f32x16 u = load_n(x + k, n - k);
+        a += u * u;
+    }
+    return 1.0f / std::sqrt(sum16(a + b) / float(n) + eps);
+}
+
+template <class T>
+void rms_norm(const T* x, int64_t x_stride, int64_t rows, int n, const float* weight, float eps, T* out,
+              int64_t out_stride, const T* residual, int64_t residual_stride, int threads) {
+    each_row(rows, rows * n, threads, [=](int64_t m) {
+        const T* a = x + m * x_stride;
+        T* o = out + m * out_stride;
+        const float r = inverse_rms(a, n, eps);
+        for (int k = 0; k < n; k += 16) {
+            f32x16 y = load_n(a + k, n - k) * r * load_n(weight + k, n - k);
+            if (residual) y += load_n(residual + m * residual_stride + k, n - k);
+            store_n(o + k, y, n - k);
+        }
+    });
+}
+
+template <class T>
+void gated(const T* x, int64_t x_stride, int64_t rows, int n, int activation, T* out, int64_t out_stride, int threads) {
+    each_row(rows, rows * n, threads, [=](int64_t m) {
+        const T* a = x + m * x_stride;
+        T* o = out + m * out_stride;
+        for (int k = 0; k < n; k += 16)
+            store_n(o + k, activate16(load_n(a + k, n - k), activation) * load_n(a + n + k, n - k), n - k);
+    });
+}
+
+struct RopeStore {
+    const void* qkv;
+    const int32_t *positions, *slots;
+    const float *cos, *sin;
+    void *q, *k, *v;
+    const float *q_norm, *k_norm;
+    int64_t qkv_stride, k_stride, v_stride;
+    int32_t tokens, heads, kv_heads, dim, half;
+    float eps;
+};
+
+// One head: optional RMS norm, then rotation of the first 2 * half elements.
+template <class T>
+INLINE void turn(const T* x, T* y, int dim, int half, const float* cos, const float* sin, const float* norm, float eps) {
+    float t[512];
+    if (!norm && half % 16 == 0) {
+        for (int i = 0; i < half; i += 16) {
+            f32x16 a = load16(x + i), b = load16(x + half + i), c = load16(cos + i), s = load16(sin + i);
+            store16(y + i, a * c - b * s);
+            store16(y + half + i, b * c + a * s);
+        }
+        std::memcpy(y + 2 * half, x + 2 * half, (dim - 2 * half) * sizeof(T));
+        return;
+    }
+    if (norm) {
+        const float r = inverse_rms(x, dim, eps);
+        for (int i = 0; i < dim; i++) t[i] = to_float(x[i]) * r * norm[i];
+    } else {
+        for (int i = 0; i < dim; i++) t[i] = to_float(x[i]);
+    }
+    for (int i = 0; i < half; i++) {
+        from_float(t[i] * cos[i] - t[half + i] * sin[i], y[i]);
+        from_float(t[half + i] * cos[i] + t[i] * sin[i], y[half + i]);
+    }
+    for (int i = 2 * half; i < dim; i++) from_float(t[i], y[i]);
+}
+
+template <class T>
+void rope_store(const RopeStore& p, int threads) {
+    const int D = p.dim;
+    const int64_t width = int64_t(p.heads + 2 * p.kv_heads) * D;
+    each_row(p.tokens, p.tokens * width, threads, [&p, D](int64_t i) {
+        const T* x = static_cast<const T*>(p.qkv) + i * p.qkv_stride;
+        const float* cos = p.cos + int64_t(p.positions[i]) * p.half;
+        const float* sin = p.sin + int64_t(p.positions[i]) * p.half;
+        T* q = static_cast<T*>(p.q) + i * p.heads * D;
+        for (int h = 0; h < p.heads; h++, x += D) turn(x, q + h * D, D, p.half, cos, sin, p.q_norm, p.eps);
+        const int64_t at = int64_t(p.slots[i]) * D;
+        for (int h = 0; h < p.kv_heads; h++, x += D)
+            turn(x, static_cast<T*>(p.k) + h * p.k_stride + at, D, p.half, cos, sin, p.k_norm, p.eps);
+        for (int h = 0; h < p.kv_heads; h++, x += D)
+            std::memcpy(static_cast<T*>(p.v) + h * p.v_stride + at, x, D * sizeof(T));
+    });
+}
+
+}  // namespace
+
+// What this build uses: 1 AVX-512, 2 VNNI, 4 AMX (compiled in and granted by the kernel).
+EXPORT int32_t ostinato_init() {
+    int features = 0;
+#ifdef OSTINATO_AVX512
+    features |= 1;
+#endif
+#ifdef OSTINATO_VNNI
+    features |= 2;
+#endif
+#if defined(OSTINATO_AMX) && defined(__linux__)
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    amx_allowed = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    if (amx_allowed) features |= 4;
+#endif
+    return features;
+}
+
+// flags here and below: 1 bf16; bits 4..7 the activation; bits 8.. the threads.
+EXPORT void ostinato_rms_norm(const void* x, const float* weight, void* out, const void* residual, float eps,
+                              int32_t rows, int32_t n, int32_t flags, int64_t x_stride, int64_t out_stride,
+                              int64_t residual_stride) {
+    auto run = [&](auto* o) {
+        using T = std::remove_pointer_t<decltype(o)>;
+        rms_norm(static_cast<const T*>(x), x_stride, rows, n, weight, eps, o, out_stride,
+                 static_cast<const T*>(residual), residual_stride, flags >> 8);
+    };
+    if (flags & 1)
+        run(static_cast<bf16*>(out));
+    else
+        run(static_cast<float*>(out));
+}
+
+EXPORT void ostinato_gated(const void* x, void* out, int32_t rows, int32_t n, int32_t flags, int64_t x_stride,
+                           int64_t out_stride) {
+    auto run = [&](auto* o) {
+        using T = std::remove_pointer_t<decltype(o)>;
+        gated(static_cast<const T*>(x), x_stride, rows, n, (flags >> 4) & 15, o, out_stride, flags >> 8);
+    };
+    if (flags & 1)
+        run(static_cast<bf16*>(out));
+    else
+        run(static_cast<float*>(out));
+}
+
+// shape: heads | kv_heads << 16; sizes: head dim | rotary dim / 2 << 16.
+EXPORT void ostinato_rope_store(const void* qkv, const int32_t* positions, const int32_t* slots, const float* cos,
+                                const float* sin, void* q, void* k, void* v, const float* q_norm, const float* k_norm,
+                                int64_t qkv_stride, int64_t k_stride, int64_t v_stride, int32_t tokens, int32_t shape,
+                                int32_t sizes, float eps, int32_t flags) {
+    RopeStore p{qkv, positions, slots, cos, sin, q, k, v, q_norm, k_norm, qkv_stride, k_stride, v_stride,
+                tokens, shape & 0xffff, shape >> 16, sizes & 0xffff, sizes >> 16, eps};
+    if (flags & 1)
+        rope_store<bf16>(p, flags >> 8);
+    else
+        rope_store<float>(p, flags >> 8);
+}

@@ -1,0 +1,349 @@
+// y = x W' for weights of 4 or 8 bits per element with a scale and a minimum per 32 of them.
+//
+// Packed layout: 16 output rows make a tile; a tile is a sequence of groups of 32 columns, each
+//   codes    4 bits: 4 vectors of 64 bytes; byte 4r+i of vector j holds row r, column 4j+i in its
+//            low and column 16+4j+i in its high half.  8 bits: 8 vectors, byte 4r+i is column 4j+i.
+//   scales   16 half-precision numbers
+//   minima   16 half-precision numbers
+// so that a matrix-vector product reads one sequential stream, and one vector times four
+// broadcast activations is one VNNI instruction.
+#include "common.h"
+
+#include <type_traits>
+
+using namespace ostinato;
+
+namespace {
+
+constexpr int GROUP = 32;
+constexpr int TILE = 16;
+
+struct Packed {
+    int32_t rows, columns, bits, tiles;
+    uint8_t* data;
+    const float* bias;
+};
+
+INLINE int group_bytes(int bits) { return bits * TILE * GROUP / 8 + 4 * TILE; }
+
+INLINE float half_to_float(uint16_t h) {
+#ifdef __F16C__
+    return _cvtsh_ss(h);
+#else
+    uint32_t sign = uint32_t(h & 0x8000) << 16, e = (h >> 10) & 31, m = h & 0x3ff, u;
+    if (e == 0) {
+        float f = float(m) * 5.9604644775390625e-8f;
+        std::memcpy(&u, &f, 4);
+        u |= sign;
+    } else {
+        u = sign | ((e == 31 ? 255 : e + 112) << 23) | (m << 13);
+    }
+    float f;
+    std::memcpy(&f, &u, 4);
+    return f;
+#endif
+}
+
+INLINE uint16_t float_to_half(float f) {
+#ifdef __F16C__
+    return uint16_t(_cvtss_sh(f, 0));
+#else
+    uint32_t u;
+    std::memcpy(&u, &f, 4);
+    uint16_t sign = uint16_t((u >> 16) & 0x8000);
+    float a = std::fabs(f);
+    if (!(a < 65520.0f)) return sign | (a != a ? 0x7e00 : 0x7c00);
+    if (a < 6.103515625e-5f) return sign | uint16_t(std::nearbyint(a * 16777216.0f));
+    u &= 0x7fffffff;
+    u += 0xfff + ((u >> 13) & 1);
+    return sign | uint16_t((u - (112u << 23)) >> 13);
+#endif
+}
+
+INLINE f32x16 load_half16(const uint8_t* p) {
+#ifdef OSTINATO_AVX512
+    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+    uint16_t h[16];
+    float f[16];
+    std::memcpy(h, p, 32);
+    for (int i = 0; i < 16; i++) f[i] = half_to_float(h[i]);
+    return load16(f);
+#endif
+}
+
+// The codes of one group as bytes [vector j of 8][row r of 16][i of 4], column 4j+i.
+INLINE void unpack_group(const uint8_t* w, int bits, uint8_t* codes) {
+    if (bits == 8) {
+        std::memcpy(codes, w, TILE * GROUP);
+        return;
+    }
+    for (int b = 0; b < TILE * GROUP / 2; b++) codes[b] = w[b] & 15;
+    for (int b = 0; b < TILE * GROUP / 2; b++) codes[TILE * GROUP / 2 + b] = w[b] >> 4;
+}
+
+// ---- activations: optional norm or gated activation, then int8 per group of 32 ----
+
+template <class X>
+void prepare_row(const X* x, int columns, const float* norm, float eps, int activation, float* y) {
+    if (activation) {
+        for (int k = 0; k < columns; k += 16)
+            store16(y + k, activate16(load16(x + k), activation) * load16(x + columns + k));
+        return;
+    }
+    if (norm) {
+        f32x16 a{}, b{};
+        for (int k = 0; k < columns; k += 32) {
+            f32x16 u = load16(x + k), v = load16(x + k + 16);
+            a += u * u;
+            b += v * v;
+        }
+        float r = 1.0f / std::sqrt(sum16(a + b) / float(columns) + eps);
+        for (int k = 0; k < columns; k += 16) store16(y + k, load16(x + k) * r * load16(norm + k));
+        return;
+    }
+    for (int k = 0; k < columns; k += 16) store16(y + k, load16(x + k));
+}
+
+// d: scale of each group; s: d * sum of the codes, which the minimum multiplies.
+void quantise_row(const float* y, int groups, int8_t* q, float* d, float* s) {
+    for (int g = 0; g < groups; g++, y += GROUP, q += GROUP) {
+        f32x16 a = load16(y), b = load16(y + 16);
+        float top = top16(max16(abs16(a), abs16(b)));
+        float inverse = top > 0 ? 127.0f / top : 0.0f;
+        d[g] = top / 127.0f;
+#ifdef OSTINATO_AVX512
+        __m512i i = _mm512_cvtps_epi32((__m512)(a * inverse)), j = _mm512_cvtps_epi32((__m512)(b * inverse));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtepi32_epi8(i));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16), _mm512_cvtepi32_epi8(j));
+        s[g] = d[g] * float(_mm512_reduce_add_epi32(_mm512_add_epi32(i, j)));
+#else
+        int sum = 0;
+        for (int k = 0; k < GROUP; k++) {
+            int v = int(std::nearbyint(y[k] * inverse));
+            q[k] = int8_t(v);
+            sum += v;
+        }
+        s[g] = d[g] * float(sum);
+#endif
+    }
+}
+
+// ---- ROWS activation rows times one tile ----
+
+template <int BITS, int ROWS>
+INLINE void multiply(const uint8_t* w, int groups, const int8_t* q, const float* d, const float* s, f32x16* acc) {
+    const int columns = groups * GROUP;
+    for (int m = 0; m < ROWS; m++) acc[m] = f32x16{};
+    for (int g = 0; g < groups; g++, w += group_bytes(BITS)) {
+        f32x16 scale = load_half16(w + BITS * 64), minimum = load_half16(w + BITS * 64 + 32);
+#ifdef OSTINATO_VNNI
+        __m512i c[8];
+        if (BITS == 4) {
+            const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(-16);
+            for (int j = 0; j < 4; j++) {
+                __m512i v = _mm512_loadu_si512(w + 64 * j);
+                c[j] = _mm512_and_si512(v, low);
+                c[j + 4] = _mm512_and_si512(v, high);  // 16 times the code
+            }
+        } else {
+            for (int j = 0; j < 8; j++) c[j] = _mm512_loadu_si512(w + 64 * j);
+        }
+        for (int m = 0; m < ROWS; m++) {
+            const int8_t* a = q + m * columns + g * GROUP;
+            __m512i lo = _mm512_setzero_si512(), hi = _mm512_setzero_si512();
+            for (int j = 0; j < 4; j++) {
+                int32_t x0, x1;
+                std::memcpy(&x0, a + 4 * j, 4);
+                std::memcpy(&x1, a + 16 + 4 * j, 4);
+                lo = _mm512_dpbusd_epi32(lo, c[j], _mm512_set1_epi32(x0));
+                hi = _mm512_dpbusd_epi32(hi, c[j + 4], _mm512_set1_epi32(x1));
+            }
+            if (BITS == 4) hi = _mm512_srai_epi32(hi, 4);
+            f32x16 dot = (f32x16)_mm512_cvtepi32_ps(_mm512_add_epi32(lo, hi));
+            acc[m] += dot * (scale * d[m * groups + g]);
+            acc[m] += minimum * s[m * groups + g];
+        }
+#else
+        alignas(64) uint8_t codes[TILE * GROUP];
+        unpack_group(w, BITS, codes);
+        for (int m = 0; m < ROWS; m++) {
+            const int8_t* a = q + m * columns + g * GROUP;
+            i32x16 dot{};
+            for (int j = 0; j < 8; j++) {
+                const uint8_t* c = codes + 64 * j;
+                int32_t t[16];
+                for (int r = 0; r < 16; r++)
+                    t[r] = c[4 * r] * a[4 * j] + c[4 * r + 1] * a[4 * j + 1] + c[4 * r + 2] * a[4 * j + 2] +
+                           c[4 * r + 3] * a[4 * j + 3];
+                dot += *reinterpret_cast<const i32x16_any*>(t);
+            }
+            acc[m] += __builtin_convertvector(dot, f32x16) * (scale * d[m * groups + g]);
+            acc[m] += minimum * s[m * groups + g];
+        }
+#endif
+    }
+}
+
+template <class O>
+struct Output {
+    O* out;
+    int64_t stride;
+    const O* residual;
+    int64_t residual_stride;
+    const float* bias;
+    int rows;
+
+    INLINE void write(int m, int tile, f32x16 y) const {
+        int first = tile * TILE, n = rows - first;
+        if (n >= TILE) {
+            if (bias) y += load16(bias + first);
+            if (residual) y += load16(residual + m * residual_stride + first);
+            store16(out + m * stride + first, y);
+            return;
+        }
+        if (bias) y += load_some(bias + first, n);
+        if (residual) y += load_some(residual + m * residual_stride + first, n);
+        store_some(out + m * stride + first, y, n);
+    }
+};
+
+template <int BITS, class O>
+void multiply_tiles(const Packed& w, int begin, int end, int rows, const int8_t* q, const float* d, const float* s,
+                    const Output<O>& out) {
+    const int groups = w.columns / GROUP;
+    const int64_t bytes = int64_t(groups) * group_bytes(BITS);
+    f32x16 acc[8];
+    for (int t = begin; t < end; t++) {
+        const uint8_t* tile = w.data + t * bytes;
+        int m = 0;
+#define OSTINATO_ROWS(R)                                                                            \
+    for (; m + R <= rows; m += R) {                                                                 \
+        multiply<BITS, R>(tile, groups, q + m * w.columns, d + m * groups, s + m * groups, acc);    \
+        for (int i = 0; i < R; i++) out.write(m + i, t, acc[i]);                                    \
+    }
+        OSTINATO_ROWS(8)
+        OSTINATO_ROWS(4)
+        OSTINATO_ROWS(2)
+        OSTINATO_ROWS(1)
+#undef OSTINATO_ROWS
+    }
+}
+
+thread_local Scratch shared_scratch, row_scratch;
+
+template <class X, class O>
+void linear(const Packed& w, const X* x, int64_t x_stride, int rows, const Output<O>& out, const float* norm, float eps,
+            int activation, int threads) {
+    const int columns = w.columns, groups = columns / GROUP;
+    float* d = shared_scratch.get<float>(size_t(rows) * (2 * groups + columns / 4) + 16);
+    float* s = d + size_t(rows) * groups;
+    int8_t* q = reinterpret_cast<int8_t*>(s + size_t(rows) * groups);
+    auto prepare = [&](int m) {
+        float* y = row_scratch.get<float>(columns);
+        prepare_row(x + m * x_stride, columns, norm, eps, activation, y);
+        quantise_row(y, groups, q + size_t(m) * columns, d + m * groups, s + m * groups);
+    };
+    const bool early = rows < 4 || threads == 1;
+    if (early)
+        for (int m = 0; m < rows; m++) prepare(m);
+    auto work = [&](int thread, int count) {
+        int begin = int64_t(w.tiles) * thread / count, end = int64_t(w.tiles) * (thread + 1) / count;
+        if (w.bits == 4)
+            multiply_tiles<4>(w, begin, end, rows, q, d, s, out);
+        else
+            multiply_tiles<8>(w, begin, end, rows, q, d, s, out);
+    };
+    if (threads == 1 || int64_t(w.tiles) * columns < 2048) {
+        if (!early)
+            for (int m = 0; m < rows; m++) prepare(m);
+        work(0, 1);
+        return;
+    }
+#pragma omp parallel num_threads(threads)
+    {
+        int thread = omp_get_thread_num(), count = omp_get_num_threads();
+        if (!early) {
+            for (int m = thread; m < rows; m += count) prepare(m);
+#pragma omp barrier
+        }
+        work(thread, count);
+    }
+}
+
+}  // namespace
+
+EXPORT int64_t ostinato_packed_bytes(int32_t rows, int32_t columns, int32_t bits) {
+    return int64_t((rows + TILE - 1) / TILE) * (columns / GROUP) * group_bytes(bits);
+}
+
+EXPORT void ostinato_pack(const uint8_t* codes, const float* scale, const float* minimum, int32_t rows, int32_t columns,
+                          int32_t bits, uint8_t* data, int32_t threads) {
+    const int groups = columns / GROUP, tiles = (rows + TILE - 1) / TILE;
+#pragma omp parallel for num_threads(threads)
+    for (int t = 0; t < tiles; t++) {
+        for (int g = 0; g < groups; g++) {
+            uint8_t* w = data + (int64_t(t) * groups + g) * group_bytes(bits);
+            std::memset(w, 0, group_bytes(bits));
+            for (int r = 0; r < TILE && t * TILE + r < rows; r++) {
+                int64_t row = t * TILE + r;
+                const uint8_t* c = codes + row * columns + g * GROUP;
+                for (int k = 0; k < GROUP; k++) {
+                    int at = k / 4 * 64 + 4 * r + k % 4;
+                    if (bits == 8)
+                        w[at] = c[k];
+                    else
+                        w[at % 256] |= uint8_t((c[k] & 15) << (k < 16 ? 0 : 4));
+                }
+                uint16_t h[2] = {float_to_half(scale[row * groups + g]), float_to_half(minimum[row * groups + g])};
+                std::memcpy(w + bits * 64 + 2 * r, &h[0], 2);
+                std::memcpy(w + bits * 64 + 32 + 2 * r, &h[1], 2);
+            }
+        }
+    }
+}
+
+EXPORT void ostinato_dequantise(const Packed* packed, bf16* out, int64_t stride, int32_t threads) {
+    const Packed& p = *packed;
+    const int groups = p.columns / GROUP;
+#pragma omp parallel for num_threads(threads)
+    for (int t = 0; t < p.tiles; t++) {
+        for (int g = 0; g < groups; g++) {
+            const uint8_t* w = p.data + (int64_t(t) * groups + g) * group_bytes(p.bits);
+            alignas(64) uint8_t codes[TILE * GROUP];
+            alignas(64) float scale[16], minimum[16];
+            unpack_group(w, p.bits, codes);
+            store16(scale, load_half16(w + p.bits * 64));
+            store16(minimum, load_half16(w + p.bits * 64 + 32));
+            for (int r = 0; r < TILE && t * TILE + r < p.rows; r++) {
+                float y[GROUP];
+                for (int j = 0; j < 8; j++)
+                    for (int i = 0; i < 4; i++) y[4 * j + i] = float(codes[64 * j + 4 * r + i]) * scale[r] + minimum[r];
+                bf16* o = out + int64_t(t * TILE + r) * stride + g * GROUP;
+                store16(o, load16(y));
+                store16(o + 16, load16(y + 16));
+            }
+        }
+    }
+}
+
+// flags: 1 x is bf16, 2 out and residual are bf16; bits 4..7 the activation; bits 8.. the threads.
+EXPORT void ostinato_linear(const Packed* w, const void* x, void* out, const void* residual, const float* norm, float eps,
+                            int32_t rows, int32_t flags, int64_t x_stride, int64_t out_stride, int64_t residual_stride) {
+    const int activation = (flags >> 4) & 15, threads = flags >> 8;
+    auto typed = [&](auto* xp, auto* op) {
+        using O = std::remove_pointer_t<decltype(op)>;
+        Output<O> o{op, out_stride, static_cast<const O*>(residual), residual_stride, w->bias, w->rows};
+        linear(*w, xp, x_stride, rows, o, norm, eps, activation, threads);
+    };
+    auto with_x = [&](auto* xp) {
+        if (flags & 2)
+            typed(xp, static_cast<bf16*>(out));
+        else
+            typed(xp, static_cast<float*>(out));
+    };
+    if (flags & 1)
+        with_x(static_cast<const bf16*>(x));
+    else
+        with_x(static_cast<const float*>(x));
+}

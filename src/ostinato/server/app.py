@@ -1,0 +1,282 @@
+"""The HTTP server of one engine: its routes, and the care of clients that are slow or vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ostinato import __version__
+from ostinato.engine.engine import Engine
+from ostinato.engine.request import Chunk, Reply, SamplingParams, Usage
+from ostinato.errors import EngineClosedError, ModelNotFoundError
+from ostinato.server.errors import add_error_handlers, describe
+from ostinato.server.metrics import Metrics
+from ostinato.server.middleware import ApiKeys, BodyLimit, CountRequests
+from ostinato.server.openai import (
+    Answer,
+    ChatAnswer,
+    ChatCompletionRequest,
+    CompletionAnswer,
+    CompletionRequest,
+    GenerationRequest,
+    Json,
+    Prompt,
+    fingerprint,
+)
+
+T = TypeVar("T")
+EngineRequest = tuple[Prompt, SamplingParams]
+Pieces = AsyncGenerator[tuple[int, Chunk], None]
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that left before the answer: nobody receives it, the metrics count it."""
+
+
+def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
+    """The server of `engine`. With `api_keys`, everything but `/health` asks for one of them."""
+    app = FastAPI(title="Ostinato", version=__version__, redoc_url=None)
+    metrics = Metrics(engine)
+    system_fingerprint = fingerprint(engine.fingerprint, __version__)
+    model: Json = {
+        "id": engine.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "ostinato",
+        "max_model_len": engine.max_model_len,
+    }
+
+    # The last added is the outermost. All are plain ASGI: Starlette's BaseHTTPMiddleware would stand
+    # between the client and the response, where it hides disconnects.
+    app.add_middleware(BodyLimit)
+    if api_keys:
+        app.add_middleware(ApiKeys, keys=api_keys)
+    app.add_middleware(CountRequests, metrics=metrics)
+    add_error_handlers(app)
+
+    def check_model(name: str) -> None:
+        if name != engine.model_name:
+            raise ModelNotFoundError(f"There is no model {name[:100]!r} here, only {engine.model_name!r}.")
+
+    async def respond(request: Request, body: GenerationRequest, answer: Answer) -> Response:
+        requests = body.engine_requests()
+        pieces = run(engine, metrics, requests)
+        if not body.stream:
+            replies = await unless_gone(request.receive, collect(pieces, len(requests)))
+            return JSONResponse(answer.whole(replies))
+        events = stream(pieces, len(requests), answer)
+        # Nothing is sent before the first event, so that what the engine refuses still gets its status.
+        first = await unless_gone(request.receive, anext(events))
+        return EventStream(first, events)
+
+    @app.exception_handler(ClientGone)
+    async def client_gone(request: Request, error: ClientGone) -> Response:  # noqa: ARG001
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
+        """Answer a conversation."""
+        check_model(body.model)
+        answer = ChatAnswer(
+            engine.model_name,
+            system_fingerprint,
+            choices=body.choices,
+            include_usage=body.include_usage,
+            logprobs=bool(body.logprobs),
+        )
+        return await respond(request, body, answer)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        """Continue a text."""
+        check_model(body.model)
+        answer = CompletionAnswer(
+            engine.model_name,
+            system_fingerprint,
+            choices=body.choices,
+            include_usage=body.include_usage,
+            logprobs=body.logprobs is not None,
+            echoes=[_text(engine, prompt) for prompt in body.prompts()] if body.echo else (),
+        )
+        return await respond(request, body, answer)
+
+    @app.get("/v1/models")
+    async def models() -> Json:
+        """The models of this server."""
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Json:
+        """One model of this server."""
+        check_model(name)
+        return model
+
+    @app.get("/health")
+    async def health() -> Json:
+        """200 while the engine lives."""
+        if not engine.alive:
+            raise EngineClosedError("The engine has stopped.")
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        """The server's state in Prometheus' text format."""
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+def _text(engine: Engine, prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return engine.tokenizer.decode([token for token in prompt if isinstance(token, int)])
+
+
+async def run(engine: Engine, metrics: Metrics, requests: Sequence[EngineRequest]) -> Pieces:
+    """Run engine requests at once; their chunks as they come, each with the index of its request.
+
+    Chunks wait here for a slow client, so that the engine never does. Closing the generator cancels the
+    requests that still run; so does an error in one of them.
+    """
+    arrived: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue()
+
+    async def follow(index: int, prompt: Prompt, params: SamplingParams) -> None:
+        previous = None
+        try:
+            async with aclosing(engine.astream(prompt, params)) as chunks:
+                async for chunk in chunks:
+                    if chunk.finish_reason == "cancelled":
+                        raise EngineClosedError("The server is shutting down.")
+                    metrics.observe(chunk, previous)
+                    previous = chunk
+                    arrived.put_nowait((index, chunk))
+            arrived.put_nowait(None)
+        except Exception as error:  # handed on: it is raised where the chunks are read
+            arrived.put_nowait(error)
+
+    tasks = [asyncio.create_task(follow(index, *request)) for index, request in enumerate(requests)]
+    try:
+        running = len(tasks)
+        while running:
+            match await arrived.get():
+                case None:
+                    running -= 1
+                case Exception() as error:
+                    raise error
+                case piece:
+                    yield piece
+    finally:
+        await _cancel(tasks)
+
+
+async def collect(pieces: Pieces, count: int) -> list[Reply]:
+    """The whole replies of `count` engine requests."""
+    chunks: list[list[Chunk]] = [[] for _ in range(count)]
+    async with aclosing(pieces):
+        async for index, chunk in pieces:
+            chunks[index].append(chunk)
+    return [_join(each) for each in chunks]
+
+
+def _join(chunks: Sequence[Chunk]) -> Reply:
+    last = chunks[-1]
+    assert last.finish_reason, "the engine ends each stream with a finish reason"
+    return Reply(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+        timing=last.timing,
+        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+    )
+
+
+async def stream(pieces: Pieces, count: int, answer: Answer) -> AsyncGenerator[str, None]:
+    """The server-sent events of a streamed answer.
+
+    Raises what goes wrong before the first event; later the headers are out, and the error is an event.
+    """
+    usages = [Usage()] * count
+    begun = False
+    try:
+        async with aclosing(pieces):
+            async for index, chunk in pieces:
+                usages[index] = chunk.usage
+                for data in answer.chunks(index, chunk):
+                    begun = True
+                    yield _event(data)
+    except Exception as error:
+        if not begun:
+            raise
+        yield _event(describe(error).body())
+        return
+    if answer.include_usage:
+        yield _event(answer.usage(usages))
+    yield "data: [DONE]\n\n"
+
+
+def _event(data: Json) -> str:
+    # ASCII only: some clients split lines at U+2028 and the like, which JSON may hold unescaped.
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. However the response ends, the events are closed, and with them the requests.
+
+    Listens for the disconnect itself: whether Starlette does depends on the ASGI version of the server.
+    """
+
+    def __init__(self, first: str, events: AsyncGenerator[str, None]) -> None:
+        async def body() -> AsyncGenerator[str, None]:
+            yield first
+            async for event in events:
+                yield event
+
+        super().__init__(
+            body(),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        try:
+            await unless_gone(receive, self.stream_response(send))
+        except (ClientGone, OSError):
+            pass
+        finally:
+            await self._events.aclose()
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`; if the client leaves first, `work` is cancelled and ClientGone raised."""
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        await _cancel((working, leaving))
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,112 @@
+"""Every error the server answers, in the one shape OpenAI's clients read."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from ostinato.errors import EngineClosedError, InvalidRequestError, ModelNotFoundError, OstinatoError
+
+log = logging.getLogger("ostinato.server")
+
+
+@dataclass(frozen=True)
+class ErrorAnswer:
+    """What the client is told: an HTTP status and the fields of OpenAI's error object."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The HTTP response."""
+        # ASCII: a message may quote what the client sent, down to half a surrogate pair.
+        return Response(json.dumps(self.body()), self.status, self.headers, media_type="application/json")
+
+
+def describe(error: Exception) -> ErrorAnswer:
+    """What to tell the client about an error. Internals stay in the log."""
+    match error:
+        case RequestValidationError():
+            return _describe_validation(error)
+        case HTTPException():
+            code = {405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
+            return ErrorAnswer(error.status_code, str(error.detail), code=code, headers=error.headers or {})
+        case InvalidRequestError():
+            return ErrorAnswer(400, str(error), param=error.param, code=error.code)
+        case ModelNotFoundError():
+            return ErrorAnswer(404, str(error), param="model", code="model_not_found")
+        case EngineClosedError():
+            return ErrorAnswer(503, str(error), code="engine_closed")
+        case _:
+            log.error("Internal error", exc_info=error)
+            return ErrorAnswer(500, "Internal error; the server has logged it.", code="internal_error")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every error of the app by `describe`."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        answer = describe(error)
+        url = f"{request.method} {request.url.path[:200]}"
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            answer = replace(answer, message=f"Unknown request URL: {url}.", code="unknown_url")
+        elif isinstance(error, HTTPException) and error.status_code == 405:
+            answer = replace(answer, message=f"Method not allowed: {url}.")
+        elif answer.param == "prompt" and request.url.path.endswith("/chat/completions"):
+            # The engine calls whatever it is given the prompt; in a chat it came as messages.
+            answer = replace(answer, param="messages")
+        return answer.response()
+
+    for kind in (RequestValidationError, HTTPException, OstinatoError, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def _describe_validation(error: RequestValidationError) -> ErrorAnswer:
+    """One clear sentence out of pydantic's list: about the field that the client most likely meant.
+
+    For a union (a string, or a list of ...) pydantic reports the failure of each member; the one that
+    got deepest into the input is the one whose form the client used; the right type with a wrong value
+    is closer than the wrong type.
+    """
+    errors: Sequence[Any] = error.errors()
+    if any(each["type"] == "json_invalid" for each in errors):
+        reason = errors[0]["ctx"]["error"]
+        return ErrorAnswer(400, f"The body is not valid JSON: {reason}.", code="invalid_json")
+    if not isinstance(error.body, dict):
+        return ErrorAnswer(400, "The body must be a JSON object, sent with Content-Type: application/json.")
+    paths = [_field_path(each["loc"][1:], error.body) for each in errors]
+    wrong_type = [each["type"].endswith("_type") for each in errors]
+    at, _ = max(zip(paths, wrong_type, strict=True), key=lambda each: (len(each[0]), not each[1]))
+    reasons = dict.fromkeys(each["msg"] for each, path in zip(errors, paths, strict=True) if path == at)
+    first, *others = reasons
+    reason = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in at).lstrip(".")
+    return ErrorAnswer(400, f"{param}: {reason}.", param=param, code="invalid_value")
+
+
+def _field_path(location: Sequence[str | int], body: object) -> tuple[str | int, ...]:
+    """The part of pydantic's location that names fields; the rest names the members of unions it tried."""
+    path: list[str | int] = []
+    for part in location:
+        if isinstance(body, dict):
+            path.append(part)
+            body = body.get(part)  # pyright: ignore[reportUnknownMemberType]
+        elif isinstance(body, list) and isinstance(part, int):
+            path.append(part)
+            body = body[part]
+    return tuple(path)

@@ -1,0 +1,233 @@
+"""The pool, the index and the plan against a plain model of what must hold, driven by hypothesis.
+
+Each slot of the pool is marked with the token chain whose KV it holds, so that a wrong reuse shows.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ostinato.cache.block import Block
+from ostinato.cache.index import Index
+from ostinato.cache.keys import chain_keys
+from ostinato.cache.plan import make_plan
+from ostinato.cache.policy.lru import LRU
+from ostinato.cache.pool import Pool
+from ostinato.engine.request import SamplingParams
+from ostinato.engine.scheduler import Scheduler
+from ostinato.engine.sequence import Sequence
+
+SIZE = 4
+ROOT = b"root"
+
+
+def make_pool(blocks: int) -> Pool:
+    return Pool(
+        layers=1, kv_heads=1, head_dim=1, blocks=blocks, block_size=SIZE, dtype=torch.float64,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def mark(tokens: list[int]) -> float:
+    """A stand-in for the KV of the last token: a function of all tokens up to it."""
+    value = 0.0
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1_000_003
+    return value
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random requests over a few tokens, so that prefixes meet; steps, cancellations and ends at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = make_pool(12)
+        self.index = Index(self.pool, LRU())
+        self.scheduler = Scheduler(self.index, max_batch_tokens=6, max_sequences=4)
+        self.next_id = 0
+        self.live: list[Sequence] = []
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30), room=st.integers(1, 12))
+    def add(self, tokens: list[int], room: int) -> None:
+        room = min(room, self.pool.slots - len(tokens))
+        sequence = Sequence(self.next_id, list(tokens), len(tokens), SamplingParams(), ROOT, room)
+        self.next_id += 1
+        self.live.append(sequence)
+        self.scheduler.add(sequence)
+
+    @precondition(lambda self: self.live)
+    @rule(token=st.integers(0, 1))
+    def step(self, token: int) -> None:
+        work = self.scheduler.schedule()
+        assert work, "somebody can always go on"
+        for item in work:
+            s = item.sequence
+            slots = s.slots(0, s.computed + item.tokens, SIZE)
+            for i in range(s.computed):
+                assert self.pool.kv[0, 0, 0, slots[i], 0] == mark(s.token_ids[: i + 1]), "wrong KV reused"
+            covered = [run.slot + i for run in s.runs(SIZE) for i in range(run.length)]
+            assert covered[: len(slots)] == slots
+            for i in range(s.computed, s.computed + item.tokens):
+                self.pool.kv[:, :, :, slots[i]] = mark(s.token_ids[: i + 1])
+        sampling = [item.sequence for item in work if item.samples]
+        self.scheduler.computed(work)
+        for s in sampling:
+            s.token_ids.append(token)
+            if s.generated >= s.max_tokens:
+                self.scheduler.finish(s)
+                self.live.remove(s)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        self.scheduler.finish(sequence)
+        self.live.remove(sequence)
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        assert self.index.cached_blocks == 0
+
+    @invariant()
+    def blocks_are_counted(self) -> None:
+        used = {b.number for s in self.scheduler.running for b in s.blocks}
+        cached = {b.number for b in self.index._by_key.values()}
+        idle = {b.number for b in self.index._by_key.values() if b.users == 0}
+        assert used & idle == set()
+        assert len(used | cached) + self.pool.free_blocks == self.pool.blocks, "a block leaked"
+        assert self.index.cached_blocks == len(idle)
+        for block in self.index._by_key.values():
+            users = sum(block in s.blocks for s in self.scheduler.running)
+            assert block.users == users
+            children = [b for b in self.index._by_key.values() if b.parent == block.key]
+            assert block.children == len(children)
+            assert not (children and block.key not in self.index._by_key)
+
+    @invariant()
+    def nothing_is_stored_twice(self) -> None:
+        seen = [(b.parent, b.token_ids) for b in self.index._by_key.values()]
+        assert len(seen) == len(set(seen))
+
+    @invariant()
+    def no_chain_is_orphaned(self) -> None:
+        keys = set(self.index._by_key) | {ROOT}
+        assert all(b.parent in keys for b in self.index._by_key.values())
+
+    def teardown(self) -> None:
+        for sequence in list(self.live):
+            self.scheduler.finish(sequence)
+        self.index.clear()
+        assert self.pool.free_blocks == self.pool.blocks
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def fill(index: Index, tokens: list[int]) -> list[Block]:
+    """Cache the KV of `tokens` and release it."""
+    plan = make_plan(index, ROOT, chain_keys(ROOT, tokens, SIZE), tokens)
+    scheduler = Scheduler(index, max_batch_tokens=1000, max_sequences=1)
+    sequence = Sequence(0, [*tokens], len(tokens), SamplingParams(), ROOT, 1)
+    scheduler.add(sequence)
+    scheduler.computed(scheduler.schedule())
+    blocks = list(sequence.blocks)
+    scheduler.finish(sequence)
+    assert plan.cached_tokens == sequence.cached_tokens
+    return blocks
+
+
+def test_match_is_exact_to_the_token() -> None:
+    index = Index(make_pool(32), LRU())
+    tokens = list(range(20))
+    fill(index, tokens)
+    for k in range(20):
+        other = tokens[:k] + [99] * 8
+        plan = make_plan(index, ROOT, chain_keys(ROOT, other, SIZE), other)
+        assert plan.cached_tokens == k
+    plan = make_plan(index, ROOT, chain_keys(ROOT, tokens, SIZE), tokens)
+    assert plan.cached_tokens == 19  # the last token's logits are needed
+
+
+def test_eviction_goes_leaf_first_and_oldest_first() -> None:
+    index = Index(make_pool(6), LRU())
+    old = fill(index, [1] * 8)
+    fill(index, [2] * 16)
+    assert index.pool.free_blocks == 0
+    numbers = [block.number for block in old]
+    first = index.allocate(1)
+    second = index.allocate(1)
+    assert [first[0].number, second[0].number] == numbers[::-1]
+    assert make_plan(index, ROOT, chain_keys(ROOT, [2] * 16, SIZE), [2] * 16).cached_tokens == 15
+
+
+def test_a_longer_tail_replaces_the_shorter() -> None:
+    index = Index(make_pool(8), LRU())
+    fill(index, [1, 2, 3, 4, 5])
+    fill(index, [1, 2, 3, 4, 5, 6])
+    assert len(index) == 2
+    fill(index, [1, 2, 3, 4, 5])
+    assert len(index) == 2
+
+
+def test_a_prefix_in_computation_is_waited_for() -> None:
+    index = Index(make_pool(32), LRU())
+    scheduler = Scheduler(index, max_batch_tokens=8, max_sequences=8)
+    shared = list(range(24))
+    sequences = [Sequence(i, [*shared, 50 + i], 25, SamplingParams(), ROOT, 1) for i in range(3)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    computed = 0
+    while scheduler.waiting or any(s.remaining for s in scheduler.running):
+        work = scheduler.schedule()
+        computed += sum(item.tokens for item in work)
+        scheduler.computed(work)
+    assert computed == 24 + 3
+    assert [s.cached_tokens for s in sequences] == [0, 24, 24]
+
+
+def test_whoever_waits_goes_on_when_the_other_is_cancelled() -> None:
+    index = Index(make_pool(32), LRU())
+    scheduler = Scheduler(index, max_batch_tokens=8, max_sequences=8)
+    first, second = (Sequence(i, list(range(24)), 24, SamplingParams(), ROOT, 1) for i in range(2))
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.computed(scheduler.schedule())
+    assert scheduler.waiting == [second]
+    scheduler.finish(first)
+    work = scheduler.schedule()
+    assert [item.sequence for item in work] == [second]
+    assert second.cached_tokens == 8
+
+
+def test_allocation_prefers_one_run() -> None:
+    pool = make_pool(16)
+    first = pool.allocate(4)
+    second = pool.allocate(4)
+    assert first == [0, 1, 2, 3]
+    pool.free(first)
+    assert pool.allocate(2, after=second[-1]) == [8, 9]
+    assert pool.allocate(3) == [0, 1, 2]  # the smallest gap that holds them
+    with pytest.raises(ValueError, match="asked for"):
+        pool.allocate(100)
+    with pytest.raises(ValueError, match="free already"):
+        pool.free([15])
+
+
+def test_a_short_prompt_is_not_starved_by_a_long_one() -> None:
+    index = Index(make_pool(300), LRU())
+    scheduler = Scheduler(index, max_batch_tokens=16, max_sequences=8)
+    long = Sequence(0, list(range(800)), 800, SamplingParams(), ROOT, 1)
+    short = Sequence(1, list(range(1000, 1010)), 10, SamplingParams(), ROOT, 5)
+    scheduler.add(long)
+    scheduler.add(short)
+    for _ in range(3):
+        work = scheduler.schedule()
+        assert long in [item.sequence for item in work]
+        scheduler.computed(work)
+    assert short.remaining == 0
