@@ -62,7 +62,7 @@ def _config(family: str) -> Any:
         )
     if family == "mpt":
         return t.MptConfig(
-            d_model=64, n_heads=4, n_layers=3, expansion_ratio=2, max_seq_len=512, vocab_size=VOCAB,
+            d_model=64, n_heads=4, n_layers=3, expansion_ratio=4, max_seq_len=512, vocab_size=VOCAB,
             attn_config={"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"},
             bos_token_id=0, eos_token_id=1,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from ostinato.cache.pool import Pool, Run
 from ostinato.engine.attention import AttentionBatch, attend
 from ostinato.models.decoder import Decoder
 from ostinato.models.weights import load_model_files
+from ostinato.native import kernels
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
 
@@ -57,12 +58,15 @@ def reference_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-def our_logits(folder: Path, chunks: list[list[int]], *, scattered: bool = False) -> torch.Tensor:
+def our_logits(folder: Path, chunks: list[list[int]], *, scattered: bool, native: bool) -> torch.Tensor:
     """Logits of every token of the concatenated `chunks`, computed chunk by chunk over a pool of runs."""
     config, weights = load_model_files(folder)
     device = torch.device("cpu")
     total = sum(map(len, chunks))
-    decoder = Decoder(config, weights, dtype=torch.float32, device=device, max_positions=total)
+    compiled = kernels.load() if native else None
+    decoder = Decoder(
+        config, weights, dtype=torch.float32, device=device, max_positions=total, kernels=compiled
+    )
     pool = Pool(
         layers=len(config.layers), kv_heads=config.kv_heads, head_dim=config.head_dim, blocks=64,
         block_size=8, dtype=torch.float32, device=device,
@@ -82,7 +86,7 @@ def our_logits(folder: Path, chunks: list[list[int]], *, scattered: bool = False
             slots=torch.tensor([blocks[i // 8] * 8 + i % 8 for i in range(done, end)], dtype=torch.int32),
             runs=(runs,),
         )
-        parts.append(decoder.forward(torch.tensor(chunk), partial(attend, pool, batch), torch.arange(len(chunk))))
+        parts.append(decoder.forward(torch.tensor(chunk), partial(attend, pool, batch, compiled), torch.arange(len(chunk))))
         done = end
     return torch.cat(parts)
 
@@ -90,10 +94,8 @@ def our_logits(folder: Path, chunks: list[list[int]], *, scattered: bool = False
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 def test_logits_equal_transformers(
-    family: Callable[[str], Family], name: str, native: bool, monkeypatch: pytest.MonkeyPatch
+    family: Callable[[str], Family], name: str, native: bool
 ) -> None:
-    if not native:
-        monkeypatch.setattr("ostinato.native.kernels.available", lambda _: False)
     model, folder = family(name)
     tokens = prompt_tokens(90)
     with torch.inference_mode():
@@ -101,7 +103,7 @@ def test_logits_equal_transformers(
     assert expected.std() > 0.05  # or a difference would not show
     for chunks in ([tokens], [tokens[:1], tokens[1:40], tokens[40:41], tokens[41:]]):
         for scattered in (False, True):
-            got = our_logits(folder, chunks, scattered=scattered)
+            got = our_logits(folder, chunks, scattered=scattered, native=native)
             torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
 
 

@@ -64,9 +64,9 @@ def main() -> None:
 
 
 def _fail(message: str, hint: str | None = None, status: int = 1) -> NoReturn:
-    err.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+    err.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     if hint:
-        err.print(f"[dim]hint:[/] {escape(hint)}", highlight=False)
+        err.print(f"[dim]hint:[/] {escape(hint)}", highlight=False, soft_wrap=True)
     sys.exit(status)
 
 
@@ -116,7 +116,7 @@ def serve(
             web = create_app(engine, api_keys=tuple(api_key or ()))
             server = uvicorn.Server(uvicorn.Config(web, timeout_graceful_shutdown=10, server_header=False))
             url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
-            err.print(f"Serving {escape(engine.model_name)} at {url} (Ctrl-C stops)", highlight=False)
+            err.print(f"Serving {escape(engine.model_name)} at {url} (Ctrl-C stops)", soft_wrap=True)
             server.run(sockets=[listener])
     except KeyboardInterrupt:
         err.print("Stopped.")

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ostinato.cache.pool import Pool, Run
-from ostinato.native import kernels
+from ostinato.native.kernels import AttentionBatch as NativeBatch
+from ostinato.native.kernels import Kernels
 
 
 @dataclass(frozen=True)
@@ -54,29 +57,36 @@ class AttentionBatch:
     runs: tuple[tuple[Run, ...], ...]
 
     @cached_property
-    def native(self) -> kernels.AttentionBatch:
-        return kernels.AttentionBatch(self.starts, self.positions, self.slots, self.runs)
+    def native(self) -> NativeBatch:
+        run_starts = [0, *accumulate(len(runs) for runs in self.runs)]
+        flat = np.array([(r.slot, r.length, r.position) for runs in self.runs for r in runs], dtype=np.int32)
+        slot, length, position = flat.reshape(-1, 3).T
+        return NativeBatch(self.starts, self.positions, run_starts, slot, length, position)
 
     @cached_property
     def slots_long(self) -> Tensor:
         return self.slots.long()
 
 
-def attend(pool: Pool, batch: AttentionBatch, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+def attend(
+    pool: Pool, batch: AttentionBatch, kernels: Kernels | None, layer: AttentionLayer, qkv: Tensor
+) -> Tensor:
     """Rotate q and k, write k and v to the pool, and attend.
 
     Args:
+        kernels: the compiled ones, or None for plain PyTorch.
         qkv: [tokens, (heads + 2 * kv_heads) * head_dim].
 
     Returns:
         [tokens, heads * head_dim].
     """
     keys, values = pool.keys[layer.index], pool.values[layer.index]
-    if kernels.available(qkv):
+    if kernels is not None:
         q = qkv.new_empty((qkv.shape[0], layer.heads, layer.head_dim))
         kernels.rope_store(
-            qkv, batch.native, layer.cos, layer.sin, q, keys, values, layer.q_norm, layer.k_norm, layer.norm_eps
-        )
+            qkv, batch.positions, batch.slots, layer.cos, layer.sin, q, keys, values,
+            layer.q_norm, layer.k_norm, layer.norm_eps,
+        )  # fmt: skip
         out = torch.empty_like(q)
         kernels.attend(q, keys, values, out, batch.native, layer.scale, layer.window or 0, layer.slopes)
     else:

@@ -31,6 +31,7 @@ from ostinato.models.catalogue import resolve
 from ostinato.models.decoder import Decoder
 from ostinato.models.tokenizer import Tokenizer
 from ostinato.models.weights import QuantTensor, content_hash, load_model_files
+from ostinato.native import kernels
 from ostinato.prompt.chat import encode_chat
 from ostinato.prompt.span import Prompt, Span
 
@@ -106,7 +107,14 @@ class Engine:
         )
         self.fingerprint = fingerprint.hex()
         self._root = root_key(fingerprint)
-        decoder = Decoder(config, weights, dtype=self._dtype, device=self._device, max_positions=self.max_model_len)
+        decoder = Decoder(
+            config,
+            weights,
+            dtype=self._dtype,
+            device=self._device,
+            max_positions=self.max_model_len,
+            kernels=kernels.load() if self._device.type == "cpu" else None,
+        )
         pool = Pool(
             layers=len(config.layers),
             kv_heads=config.kv_heads,

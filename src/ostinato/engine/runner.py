@@ -48,7 +48,9 @@ class Runner:
             runs=tuple(runs),
         )
         return self.decoder.forward(
-            torch.tensor(tokens, device=device), partial(attend, self.pool, batch), torch.tensor(rows, device=device, dtype=torch.int64)
+            torch.tensor(tokens, device=device),
+            partial(attend, self.pool, batch, self.decoder.kernels),
+            torch.tensor(rows, dtype=torch.int64, device=device),
         )
 
 

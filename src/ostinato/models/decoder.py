@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.engine.attention import AttentionLayer
 from ostinato.errors import ModelFormatError
-from ostinato.models.config import Activation, ModelConfig, Rope
-from ostinato.models.linear import Linear, Weight, stack
+from ostinato.models.config import ModelConfig, Rope
+from ostinato.models.linear import Linear, Norm, Weight, activate, stack
 from ostinato.models.weights import QuantTensor
-from ostinato.native import kernels
+from ostinato.native.kernels import Kernels
 
 
 class Attend(Protocol):
@@ -24,36 +23,26 @@ class Attend(Protocol):
     def __call__(self, layer: AttentionLayer, qkv: Tensor) -> Tensor: ...
 
 
-class Normalise:
-    """RMSNorm or LayerNorm over the last axis; float32 inside."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> None:
-        self.weight, self.bias, self.kind, self.eps = weight, bias, kind, eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.kind == "layer":
-            y = F.layer_norm(x.float(), x.shape[-1:], self.weight, self.bias, self.eps)
-            return y.to(x.dtype)
-        if kernels.available(x):
-            return kernels.rms_norm(x, self.weight, self.eps, torch.empty_like(x))
-        y = x.float()
-        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
-
-
 class Projections:
     """Several linear layers that read the same input; their outputs stand side by side."""
 
-    def __init__(self, parts: list[tuple[Weight, Tensor | None]], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        parts: list[tuple[Weight, Tensor | None]],
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None,
+    ) -> None:
         weight = stack([w for w, _ in parts])
         biases = [b for _, b in parts if b is not None]
         if weight is not None and len(biases) in (0, len(parts)):
-            self.linears = [Linear(weight, torch.cat(biases) if biases else None, dtype, device)]
-        else:
-            self.linears = [Linear(w, b, dtype, device) for w, b in parts]
+            parts = [(weight, torch.cat(biases) if biases else None)]
+        self.linears = [Linear(w, b, dtype, device, kernels) for w, b in parts]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         if len(self.linears) == 1:
-            return self.linears[0](x)
+            return self.linears[0](x, norm=norm)
+        x = x if norm is None else norm(x)
         return torch.cat([linear(x) for linear in self.linears], dim=-1)
 
 
@@ -62,14 +51,14 @@ class Layer:
     """One decoder layer's weights. Optional norms are None where the family has none."""
 
     attention: AttentionLayer
-    attn_norm: Normalise
+    attn_norm: Norm
     qkv: Projections
     o: Linear
-    ffn_norm: Normalise | None
+    ffn_norm: Norm | None
     up: Projections
     down: Linear
-    post_attn_norm: Normalise | None
-    post_ffn_norm: Normalise | None
+    post_attn_norm: Norm | None
+    post_ffn_norm: Norm | None
 
 
 class Decoder:
@@ -83,18 +72,20 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         max_positions: int,
+        kernels: Kernels | None,
     ) -> None:
         self.config = config
+        self.kernels = kernels
         self.dtype = dtype
         self.device = device
-        builder = _Builder(config, weights, dtype, device, max_positions)
+        builder = _Builder(config, weights, dtype, device, max_positions, kernels)
         self.layers = [builder.layer(i) for i in range(len(config.layers))]
         self.final_norm = builder.required_norm("final_norm")
         embed = builder.take("embed")
         self.embed = (embed.dequantise() if isinstance(embed, QuantTensor) else embed).to(device, dtype)
         head = weights.get("head", embed)
         # Logits are wanted for a few rows only: a dense copy of a quantised head would never be used.
-        self.head = Linear(head, weights_bias(weights, "head"), dtype, device, dense=False)
+        self.head = Linear(head, weights_bias(weights, "head"), dtype, device, kernels, dense=False)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, attend: Attend, rows: Tensor) -> Tensor:
@@ -113,8 +104,9 @@ class Decoder:
         if config.embedding_scale != 1.0:
             x = x * torch.tensor(config.embedding_scale, dtype=self.dtype)
         for layer in self.layers:
-            h = layer.attn_norm(x)
-            qkv = layer.qkv(h)
+            # A parallel block's MLP reads the same normed input; otherwise the norm can go into the projection.
+            h = layer.attn_norm(x) if config.parallel_block else x
+            qkv = layer.qkv(h, None if config.parallel_block else layer.attn_norm)
             if config.qkv_clip is not None:
                 qkv = qkv.clamp_(-config.qkv_clip, config.qkv_clip)
             a = attend(layer.attention, qkv)
@@ -123,36 +115,21 @@ class Decoder:
                 a, x, h = a[rows], x[rows], h[rows]
             if config.parallel_block:
                 h = h if layer.ffn_norm is None else layer.ffn_norm(x)
-                x = self._mlp(layer, h, residual=layer.o(a, residual=x))
+                x = self._mlp(layer, h, None, residual=layer.o(a, residual=x))
+                continue
+            x = layer.o(a, residual=x) if layer.post_attn_norm is None else layer.post_attn_norm(layer.o(a), x)
+            if layer.post_ffn_norm is None:
+                x = self._mlp(layer, x, layer.ffn_norm, residual=x)
             else:
-                x = layer.o(a, residual=x) if layer.post_attn_norm is None else x + layer.post_attn_norm(layer.o(a))
-                h = x if layer.ffn_norm is None else layer.ffn_norm(x)
-                if layer.post_ffn_norm is None:
-                    x = self._mlp(layer, h, residual=x)
-                else:
-                    x = x + layer.post_ffn_norm(self._mlp(layer, h, residual=None))
-        logits = self.head(self.final_norm(x)).float()
+                x = layer.post_ffn_norm(self._mlp(layer, x, layer.ffn_norm, residual=None), x)
+        logits = self.head(x, norm=self.final_norm).float()
         return logits if config.logit_scale == 1.0 else logits * config.logit_scale
 
-    def _mlp(self, layer: Layer, h: Tensor, residual: Tensor | None) -> Tensor:
-        up = layer.up(h)
-        config = self.config
-        return layer.down(_gated(up, config.activation) if config.gated_mlp else _act(up, config.activation), residual)
-
-
-def _act(x: Tensor, kind: Activation) -> Tensor:
-    if kind == "silu":
-        return F.silu(x)
-    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
-
-
-def _gated(gate_up: Tensor, kind: Activation) -> Tensor:
-    """act(gate) * up, for [tokens, 2 * intermediate] with the gates first."""
-    if kernels.available(gate_up) and kind != "gelu":
-        half = gate_up.shape[1] // 2
-        return kernels.gated(gate_up, gate_up.new_empty((gate_up.shape[0], half)), kind)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return _act(gate, kind) * up
+    def _mlp(self, layer: Layer, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
+        up = layer.up(x, norm)
+        if self.config.gated_mlp:
+            return layer.down(up, gate=self.config.activation, residual=residual)
+        return layer.down(activate(up, self.config.activation), residual=residual)
 
 
 def weights_bias(weights: Mapping[str, Weight], name: str) -> Tensor | None:
@@ -180,8 +157,10 @@ class _Builder:
         dtype: torch.dtype,
         device: torch.device,
         max_positions: int,
+        kernels: Kernels | None,
     ) -> None:
         self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
+        self.kernels = kernels
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self.tables = {rope: rope_tables(rope, max_positions, device) for rope in ropes}
 
@@ -198,17 +177,17 @@ class _Builder:
 
     def linear(self, name: str) -> Linear:
         weight, bias = self.pair(name)
-        return Linear(weight, bias, self.dtype, self.device)
+        return Linear(weight, bias, self.dtype, self.device, self.kernels)
 
-    def norm(self, name: str) -> Normalise | None:
+    def norm(self, name: str) -> Norm | None:
         if f"{name}.weight" not in self.weights:
             return None
         return self.required_norm(name)
 
-    def required_norm(self, name: str) -> Normalise:
+    def required_norm(self, name: str) -> Norm:
         weight, bias = self.vector(name), weights_bias(self.weights, name)
         bias = None if bias is None else bias.to(self.device, torch.float32)
-        return Normalise(weight, bias, self.config.norm, self.config.norm_eps)
+        return Norm(weight, bias, self.config.norm, self.config.norm_eps, self.kernels)
 
     def vector(self, name: str) -> Tensor:
         weight = self.take(name)
@@ -241,10 +220,10 @@ class _Builder:
         return Layer(
             attention=attention,
             attn_norm=self.required_norm(at + "attn_norm"),
-            qkv=Projections([self.pair(at + name) for name in "qkv"], self.dtype, self.device),
+            qkv=Projections([self.pair(at + name) for name in "qkv"], self.dtype, self.device, self.kernels),
             o=self.linear(at + "o"),
             ffn_norm=self.norm(at + "ffn_norm"),
-            up=Projections([self.pair(name) for name in up], self.dtype, self.device),
+            up=Projections([self.pair(name) for name in up], self.dtype, self.device, self.kernels),
             down=self.linear(at + "down"),
             post_attn_norm=self.norm(at + "post_attn_norm"),
             post_ffn_norm=self.norm(at + "post_ffn_norm"),

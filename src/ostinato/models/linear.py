@@ -1,4 +1,4 @@
-"""Linear layers: dense weights, or quantised ones kept as they are for decode."""
+"""Linear layers and norms: dense weights, or quantised ones kept as they are for decode."""
 
 from __future__ import annotations
 
@@ -6,44 +6,105 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ostinato.models.config import Activation
 from ostinato.models.weights import QuantTensor
-from ostinato.native import kernels
+from ostinato.native.kernels import Kernels, PackedLinear
 
 Weight = Tensor | QuantTensor
 
+MAX_PACKED_ROWS = 32
+"""Up to this many rows the packed weights are faster; above, the dense bfloat16 GEMM is."""
+
+
+class Norm:
+    """RMSNorm or LayerNorm over the last axis; float32 inside."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kind: str, eps: float, kernels: Kernels | None) -> None:
+        self.weight, self.bias, self.kind, self.eps, self.kernels = weight, bias, kind, eps, kernels
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self.kind == "rms" and self.kernels is not None:
+            return self.kernels.rms_norm(x, self.weight, self.eps, torch.empty_like(x), residual)
+        if self.kind == "rms":
+            y = x.float()
+            y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+        else:
+            y = F.layer_norm(x.float(), x.shape[-1:], self.weight, self.bias, self.eps).to(x.dtype)
+        return y if residual is None else y + residual
+
+
+def activate(x: Tensor, kind: Activation) -> Tensor:
+    if kind == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def gated(gate_up: Tensor, kind: Activation, kernels: Kernels | None) -> Tensor:
+    """act(gate) * up, for [tokens, 2 * intermediate] with the gates first."""
+    if kernels is not None:
+        return kernels.gated(gate_up, gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)), kind)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activate(gate, kind) * up
+
 
 class Linear:
-    """y = x · Wᵀ (+ bias) (+ residual), for W of shape [out, in].
+    """y = f(x) · Wᵀ (+ bias) (+ residual), for W of shape [out, in].
 
-    A quantised weight is kept twice when the CPU kernels are there: packed in 4 or 8 bits, because decode is
-    limited by memory bandwidth, and dense in `dtype`, because prefill is limited by GEMM throughput.
+    f is a norm, a gated activation, or nothing: on the way in, so that the packed kernel can do it while it
+    quantises x. A quantised weight is kept twice when the CPU kernels are there: packed in 4 or 8 bits,
+    because decode is limited by memory bandwidth, and dense in `dtype`, because prefill is limited by GEMM
+    throughput.
     """
 
     def __init__(
-        self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, device: torch.device, *, dense: bool = True
+        self,
+        weight: Weight,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None,
+        *,
+        dense: bool = True,
     ) -> None:
+        self.kernels = kernels
+        self.out_features = (weight.codes if isinstance(weight, QuantTensor) else weight).shape[0]
         self.bias = None if bias is None else bias.to(device, dtype)
-        self.packed: kernels.PackedLinear | None = None
+        self.bias_float = None if bias is None else bias.to(device, torch.float32)
+        self.packed: PackedLinear | None = None
         self.dense: Tensor | None = None
-        if isinstance(weight, QuantTensor):
-            self.out_features = weight.codes.shape[0]
-            if dtype == torch.bfloat16 and device.type == "cpu" and kernels.loaded():
-                self.packed = kernels.pack(weight.codes, weight.scale, weight.minimum, weight.bits)
-            if self.packed is None or dense:
-                self.dense = weight.dequantise().to(device, dtype)
-        else:
-            self.out_features = weight.shape[0]
+        if isinstance(weight, Tensor):
             self.dense = weight.to(device, dtype).contiguous()
+        elif kernels is None or dtype == torch.float32:
+            self.dense = weight.dequantise().to(device, dtype)
+        else:
+            self.packed = kernels.pack(weight.codes, weight.scale, weight.minimum, weight.bits)
+            self.dense = kernels.dequantise(self.packed) if dense else None
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`x` is [tokens, in]; returns [tokens, out] in the dtype of `x`."""
-        if self.packed is not None and (self.dense is None or x.shape[0] <= kernels.MAX_PACKED_ROWS):
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        gate: Activation | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """`x` is [tokens, in], or [tokens, 2 * in] with `gate`; returns [tokens, out]. May overwrite `residual`."""
+        if norm is not None and norm.kind != "rms":
+            x, norm = norm(x), None
+        if self.packed is not None and (self.dense is None or x.shape[0] <= MAX_PACKED_ROWS):
+            assert self.kernels is not None
             out = x.new_empty((x.shape[0], self.out_features))
-            kernels.linear(x, self.packed, out, bias=self.bias, residual=residual)
-            return out
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return self.kernels.linear(
+                x, self.packed, out, self.bias_float, residual, norm_weight=weight, eps=eps, activation=gate
+            )
         assert self.dense is not None
+        if norm is not None:
+            x = norm(x)
+        if gate is not None:
+            x = gated(x, gate, self.kernels)
         y = F.linear(x, self.dense, self.bias)
-        return y if residual is None else y.add_(residual)
+        return y if residual is None else residual.add_(y)
 
 
 def stack(weights: list[Weight]) -> Weight | None:

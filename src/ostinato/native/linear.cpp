@@ -21,7 +21,6 @@ constexpr int TILE = 16;
 struct Packed {
     int32_t rows, columns, bits, tiles;
     uint8_t* data;
-    const float* bias;
 };
 
 INLINE int group_bytes(int bits) { return bits * TILE * GROUP / 8 + 4 * TILE; }
@@ -328,12 +327,12 @@ EXPORT void ostinato_dequantise(const Packed* packed, bf16* out, int64_t stride,
 }
 
 // flags: 1 x is bf16, 2 out and residual are bf16; bits 4..7 the activation; bits 8.. the threads.
-EXPORT void ostinato_linear(const Packed* w, const void* x, void* out, const void* residual, const float* norm, float eps,
-                            int32_t rows, int32_t flags, int64_t x_stride, int64_t out_stride, int64_t residual_stride) {
+EXPORT void ostinato_linear(const Packed* w, const void* x, void* out, const float* bias, const void* residual,
+                            const float* norm, float eps, int32_t rows, int32_t flags, int64_t x_stride, int64_t out_stride, int64_t residual_stride) {
     const int activation = (flags >> 4) & 15, threads = flags >> 8;
     auto typed = [&](auto* xp, auto* op) {
         using O = std::remove_pointer_t<decltype(op)>;
-        Output<O> o{op, out_stride, static_cast<const O*>(residual), residual_stride, w->bias, w->rows};
+        Output<O> o{op, out_stride, static_cast<const O*>(residual), residual_stride, bias, w->rows};
         linear(*w, xp, x_stride, rows, o, norm, eps, activation, threads);
     };
     auto with_x = [&](auto* xp) {

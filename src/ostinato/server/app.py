@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
@@ -31,6 +32,8 @@ from ostinato.server.openai import (
     Prompt,
     fingerprint,
 )
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 EngineRequest = tuple[Prompt, SamplingParams]
@@ -215,7 +218,10 @@ async def stream(pieces: Pieces, count: int, answer: Answer) -> AsyncGenerator[s
     except Exception as error:
         if not begun:
             raise
-        yield _event(describe(error).body())
+        told = describe(error)
+        if told.status == 500:
+            log.exception("a stream broke off")
+        yield _event(told.body())
         return
     if answer.include_usage:
         yield _event(answer.usage(usages))

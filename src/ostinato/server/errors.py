@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,9 +11,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from ostinato.errors import EngineClosedError, InvalidRequestError, ModelNotFoundError, OstinatoError
+from ostinato.errors import EngineClosedError, InvalidRequestError, ModelNotFoundError
 
-log = logging.getLogger("ostinato.server")
+# All others count as internal errors: answered with 500, and logged.
+EXPECTED = (EngineClosedError, InvalidRequestError, ModelNotFoundError)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ErrorAnswer:
 
 
 def describe(error: Exception) -> ErrorAnswer:
-    """What to tell the client about an error. Internals stay in the log."""
+    """What to tell the client about an error. Nothing of the internals: those are for the server's log."""
     match error:
         case RequestValidationError():
             return _describe_validation(error)
@@ -53,7 +53,6 @@ def describe(error: Exception) -> ErrorAnswer:
         case EngineClosedError():
             return ErrorAnswer(503, str(error), code="engine_closed")
         case _:
-            log.error("Internal error", exc_info=error)
             return ErrorAnswer(500, "Internal error; the server has logged it.", code="internal_error")
 
 
@@ -72,7 +71,7 @@ def add_error_handlers(app: FastAPI) -> None:
             answer = replace(answer, param="messages")
         return answer.response()
 
-    for kind in (RequestValidationError, HTTPException, OstinatoError, Exception):
+    for kind in (RequestValidationError, HTTPException, *EXPECTED, Exception):
         app.add_exception_handler(kind, handle)
 
 

@@ -184,15 +184,15 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart] | None = None
+    name: Text | None = None
 
     def for_template(self, at: str) -> Json:
-        """The message as chat templates take it: content as one string, `developer` by its older name."""
+        """The message as chat templates take it: `developer` goes by its older name, which they know."""
         _refuse(self.model_extra or {}, UNSUPPORTED_IN_MESSAGE, f"{at}.")
         if self.content is None:
             raise InvalidRequestError(f"{at} has no content.", param=f"{at}.content")
-        content = self.content
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        message = self.model_dump(include={"content", "name"}, exclude_none=True)
+        return message | {"role": "system" if self.role == "developer" else self.role}
 
 
 class ChatCompletionRequest(GenerationRequest):

@@ -1,0 +1,42 @@
+# Everything from an empty machine: `make demo` answers a question twice, `make test` runs the whole suite.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint types check peers bench clean
+
+$(BIN)/ostinato: pyproject.toml constraints.txt
+	@echo "Making the environment in $(VENV) …"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.test: $(BIN)/ostinato
+	@echo "Installing the test tools …"
+	@$(PIP) -e '.[test,lint]'
+	@touch $@
+
+demo: $(BIN)/ostinato
+	@$(BIN)/python examples/demo.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/pyright
+
+check: lint types test
+
+peers: $(VENV)/.test
+	$(PIP) -e '.[peers]'
+
+bench: peers
+	$(BIN)/python benchmarks/peers.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,296 @@
+"""Chat messages to tokens, through the model's chat template.
+
+What a template writes may hold special tokens; what a message holds may not: a user who writes `<|im_end|>`
+must not end a turn. So the template is rendered with placeholders in place of the contents, which shows
+which part of the rendered text came from where, and only the template's own text is read for special tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ostinato.errors import InvalidRequestError, ModelFormatError
+from ostinato.models.tokenizer import Tokenizer
+from ostinato.prompt.span import SpanKind
+
+DEFAULT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""ChatML, for models that bring no chat template (base models, mostly)."""
+
+_KIND_OF_ROLE: dict[str, SpanKind] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+_ZERO_WIDTH_SPACE = "\u200b"
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a rendered chat."""
+
+    text: str
+    is_template: bool
+    """Written by the template, so special tokens' strings in it are those tokens."""
+    kind: SpanKind
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    **template_args: Any,
+) -> list[Segment]:
+    """The rendered chat in segments; their texts joined are what the template makes of the messages.
+
+    Outside of contents (names, tool calls, tools, `template_args`) special tokens' strings are broken up by
+    a zero-width space, since templates format such values freely.
+
+    Args:
+        tokenizer: its chat template is used, `DEFAULT_TEMPLATE` if it has none.
+        messages: `role` and `content` each, content a string or a list of `{"type": "text"}` parts.
+        tools: function definitions as in OpenAI's API.
+        add_generation_prompt: open the assistant's turn at the end.
+        template_args: further variables of the template.
+    """
+    chat = _Chat(tokenizer, messages, tools, {**template_args, "add_generation_prompt": add_generation_prompt})
+    segments = chat.segments()
+    return [
+        part for segment in segments for part in _with_tools(segment, chat.tools) if part.text
+    ]
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    **template_args: Any,
+) -> list[tuple[list[int], SpanKind]]:
+    """Token ids of a chat, by kind; see `render_chat`. Adjacent ids of one kind are one entry."""
+    segments = render_chat(
+        tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_args
+    )
+    encoded = tokenizer.encode_parts([(segment.text, segment.is_template) for segment in segments])
+    spans: list[tuple[list[int], SpanKind]] = []
+    for ids, segment in zip(encoded, segments, strict=True):
+        if spans and spans[-1][1] == segment.kind:
+            spans[-1][0].extend(ids)
+        elif ids:
+            spans.append((ids, segment.kind))
+    return spans
+
+
+class _Chat:
+    """One chat, checked, ready to be rendered."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        self._special = tokenizer.special_pattern
+        self._template = _compiled(tokenizer.chat_template or DEFAULT_TEMPLATE)
+        if not messages:
+            raise InvalidRequestError("messages is empty; a chat needs at least one message.", param="messages")
+        self._contents = [_content(message, index) for index, message in enumerate(messages)]
+        self._messages = [self._without_special(_without_content(message)) for message in messages]
+        self.tools = [self._without_special(tool) for tool in tools] if tools else None
+        self._arguments: dict[str, Any] = {
+            **self._without_special(arguments),
+            "tools": self.tools,
+            "bos_token": tokenizer.bos_token or "",
+            "eos_token": tokenizer.eos_token or "",
+        }
+        self._kinds: list[SpanKind] = [
+            _KIND_OF_ROLE.get(cast("str", message["role"]), "user") for message in self._messages
+        ]
+
+    def segments(self) -> list[Segment]:
+        # Unguessable, so that no content can pass for a placeholder.
+        nonce = secrets.token_hex(8)
+        marks = [f"\ue000{nonce}:{index}\ue001" for index in range(len(self._contents))]
+        marked = self._render([mark if text else text for mark, text in zip(marks, self._contents, strict=True)])
+        rendered = self._render(self._contents)
+        segments = self._aligned(rendered, marked, f"\ue000{nonce}:")
+        if segments is not None:
+            return segments
+        # The template treats contents in a way that placeholders do not show (it cuts them, say).
+        rendered = self._render([self._without_special(text) for text in self._contents])
+        if self._special.findall(rendered) != self._special.findall(marked):
+            raise InvalidRequestError(
+                "A message's content, as the model's chat template changes it, would hold a special token of the "
+                "model. Remove such tokens from the content.",
+                param="messages",
+            )
+        return [Segment(rendered, is_template=True, kind="template")]
+
+    def _aligned(self, rendered: str, marked: str, mark: str) -> list[Segment] | None:
+        """`rendered` cut where `marked` has placeholders, or None where the two do not go together."""
+        first, *rest = marked.split(mark)
+        if not rendered.startswith(first):
+            return None
+        segments = [Segment(first, is_template=True, kind="template")]
+        at = len(first)
+        for piece in rest:
+            number, found, literal = piece.partition("\ue001")
+            content = self._contents[int(number)] if found and number.isdigit() else None
+            if content is None:
+                return None
+            # Many templates trim contents.
+            for text in dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())):
+                if rendered.startswith(text, at) and rendered.startswith(literal, at + len(text)):
+                    break
+            else:
+                return None
+            segments.append(Segment(text, is_template=False, kind=self._kinds[int(number)]))
+            segments.append(Segment(literal, is_template=True, kind="template"))
+            at += len(text) + len(literal)
+        return segments if at == len(rendered) else None
+
+    def _render(self, contents: Sequence[str | None]) -> str:
+        messages = [
+            message if content is None else {**message, "content": content}
+            for message, content in zip(self._messages, contents, strict=True)
+        ]
+        try:
+            return self._template.render(messages=messages, **self._arguments)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise InvalidRequestError(
+                f"The model's chat template does not take these messages: {error}", param="messages"
+            ) from error
+
+    def _without_special(self, value: Any) -> Any:
+        """A copy, made of plain JSON types, in which no string holds a special token's string."""
+        if isinstance(value, str):
+            return self._special.sub(lambda match: match[0][0] + _ZERO_WIDTH_SPACE + match[0][1:], value)
+        if isinstance(value, Mapping):
+            items = cast("Mapping[Any, Any]", value).items()
+            return {self._without_special(key): self._without_special(item) for key, item in items}
+        if isinstance(value, list | tuple):
+            return [self._without_special(item) for item in cast("Sequence[Any]", value)]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        # Templates are code from elsewhere: an object's methods must not come within their reach.
+        raise InvalidRequestError(f"A chat may hold JSON values only, not {type(value).__name__}.", param="messages")
+
+
+def _content(message: Message, index: int) -> str | None:
+    """A message's content as one string; None where it has none (an assistant's tool call)."""
+    at = f"messages[{index}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidRequestError(f"{at} needs a role, such as 'user'.", param=f"{at}.role")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"{at}.content must be a string or a list of parts.", param=f"{at}.content"
+        )
+    texts: list[str] = []
+    for number, part in enumerate(cast("list[Any]", content)):
+        where = f"{at}.content[{number}]"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            raise InvalidRequestError(
+                f"{where} has type {kind!r}, but this model reads text only; send parts of type 'text'.",
+                param=f"{where}.type",
+            )
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequestError(f"{where}.text must be a string.", param=f"{where}.text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _without_content(message: Message) -> dict[str, Any]:
+    # Templates test whether a key is there, so null entries are left out.
+    return {key: value for key, value in message.items() if key != "content" and value is not None}
+
+
+def _with_tools(segment: Segment, tools: Sequence[Any] | None) -> list[Segment]:
+    """Cuts the JSON of tools out of the template's text, in the layouts that templates use."""
+    if not tools or not segment.is_template:
+        return [segment]
+    segments: list[Segment] = []
+    rest = segment.text
+    for tool in tools:
+        for indent in (None, 4, 2):
+            text = _to_json(tool, indent=indent)
+            before, found, after = rest.partition(text)
+            if found:
+                segments += [
+                    Segment(before, is_template=True, kind="template"),
+                    Segment(text, is_template=False, kind="tools"),
+                ]
+                rest = after
+                break
+    return [*segments, Segment(rest, is_template=True, kind="template")]
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's tokens for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters, which templates do not expect.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+@lru_cache(maxsize=32)
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise ModelFormatError(
+            f"The model's chat template is not valid Jinja: {error}. Use a corrected checkpoint."
+        ) from error
