@@ -34,7 +34,9 @@ def forward(config: ModelConfig, weights: Weights, ids: list[int]) -> Tensor:
 
     def get(name: str) -> Tensor | None:
         value = weights.get(name)
-        return value.dequantise() if isinstance(value, QuantTensor) else None if value is None else value.float()
+        return (
+            value.dequantise() if isinstance(value, QuantTensor) else None if value is None else value.float()
+        )
 
     def norm(x: Tensor, name: str) -> Tensor:
         weight = get(f"{name}.weight")
@@ -49,7 +51,9 @@ def forward(config: ModelConfig, weights: Weights, ids: list[int]) -> Tensor:
         assert weight is not None
         return F.linear(x, weight, get(f"{name}.bias"))
 
-    act = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}[config.activation]
+    act = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}[
+        config.activation
+    ]
     embed = get("embed")
     assert embed is not None
     x = embed[ids] * config.embedding_scale
@@ -120,7 +124,9 @@ LLAMA3 = {
     "rope_theta": 5e5,
 }
 GEMMA = {**SMALL, "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 7, "query_pre_attn_scalar": 24}
-FALCON = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+FALCON = {
+    key: SMALL[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SMALL),
     "llama tied with biases": (
@@ -147,7 +153,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Falcon",
         {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
-    "falcon without multi-query": ("Falcon", {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon without multi-query": (
+        "Falcon",
+        {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
     "mpt": (
         "Mpt",
         {
@@ -155,7 +164,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "d_model": 36,
             "n_heads": 6,
             "n_layers": 2,
-            "expansion_ratio": 2,
             "max_seq_len": 64,
             "attn_config": {"clip_qkv": 1.5},
         },

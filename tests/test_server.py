@@ -190,9 +190,11 @@ def test_penalties_and_bias(client: openai.OpenAI, exact_engine: Engine) -> None
     small = {"logit_bias": {str(token): 30}, "max_tokens": 24}
     said = complete(client, "A", **small).choices[0].text.count(word)
     assert complete(client, "A", frequency_penalty=2.0, **small).choices[0].text.count(word) < said
-    repeated = complete(client, "A", extra_body={"repetition_penalty": 10.0}, **small)
-    assert repeated.choices[0].text.count(word) < said
-    assert complete(client, "A", presence_penalty=-2.0, **small).choices[0].text.count(word) >= said
+    assert complete(client, "A", presence_penalty=-2.0, **small).choices[0].text.count(word) == said
+    # A repetition penalty divides the bonus of words that the prompt has, so that others win.
+    song = "A" + word * 8
+    text = complete(client, song, extra_body={"repetition_penalty": 10.0}, **small).choices[0].text
+    assert word not in text[:40]
 
 
 def test_stops(client: openai.OpenAI, exact_engine: Engine) -> None:
@@ -319,6 +321,26 @@ def test_client_leaves_while_waiting_for_a_whole_answer(url: str, exact_engine: 
     before = exact_engine.stats()
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(url + CHAT, json=LONG, timeout=httpx.Timeout(DEADLINE, read=0.5))
+    wait_until(lambda: idle(exact_engine))
+    assert exact_engine.stats().completion_tokens - before.completion_tokens < 6000
+
+
+def test_clients_leave_at_any_moment(url: str, exact_engine: Engine) -> None:
+    before = exact_engine.stats()
+
+    async def run() -> None:
+        async def leave_after(delay: float, stream: bool) -> None:
+            async with httpx.AsyncClient(timeout=DEADLINE) as client:
+                body = LONG | {"messages": [{"role": "user", "content": "word " * 2000}], "stream": stream}
+                request = asyncio.create_task(client.post(url + CHAT, json=body))
+                await asyncio.sleep(delay)
+                request.cancel()
+                await asyncio.gather(request, return_exceptions=True)
+
+        # From before the body is sent to well into the answer.
+        await asyncio.gather(*(leave_after(0.002 * i, stream=i % 2 == 0) for i in range(60)))
+
+    asyncio.run(run())
     wait_until(lambda: idle(exact_engine))
     assert exact_engine.stats().completion_tokens - before.completion_tokens < 6000
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from ostinato import __version__
 from ostinato.errors import InvalidRequestError, ModelNotFoundError, OstinatoError
@@ -56,7 +56,7 @@ def main() -> None:
     except InvalidRequestError as error:
         _fail(str(error), status=2)
     except ModelNotFoundError as error:
-        _fail(str(error), "`ostinato models` lists what there is; `ostinato pull NAME` fetches one.")
+        _fail(str(error), "`ostinato models` lists the models that can be pulled.")
     except OstinatoError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -197,7 +197,7 @@ def models(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([asdict(entry) for entry in entries], default=str))
         return
-    table = Table("name", "size", "licence", "installed", "description")
+    table = Table("name", "size", Column("licence", overflow="fold"), "installed", "description")
     for entry in entries:
         size, installed = f"{entry.size / 2**20:.0f} MiB", "yes" if entry.path else "no"
         table.add_row(entry.name, size, entry.licence, installed, entry.description)
@@ -206,6 +206,10 @@ def models(as_json: AsJson = False) -> None:
 
 @contextmanager
 def _engine(model: str, kv_tokens: int | None, dtype: str) -> Generator[Engine]:
+    from ostinato.models import catalogue
+
+    with _bar(f"Pulling {model}") as progress:
+        catalogue.resolve(model, progress=progress)
     with _bar(f"Loading {model}") as progress:
         from ostinato.engine.engine import Engine
 
@@ -216,15 +220,15 @@ def _engine(model: str, kv_tokens: int | None, dtype: str) -> Generator[Engine]:
 
 @contextmanager
 def _bar(description: str) -> Generator[Callable[[int, int], None]]:
-    """A progress bar on standard error, as a function of bytes done and bytes in all."""
+    """A progress bar on standard error, as a function of bytes done and bytes in all; shown once called."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task(escape(description), total=None)
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(escape(description), total=None, visible=False)
 
         def update(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+            bar.update(task, completed=done, total=total, visible=True)
 
         yield update
 

@@ -26,8 +26,8 @@ class Plan:
     @property
     def idle_blocks(self) -> int:
         """Blocks the plan takes from the evictable ones by pointing at them or copying from them."""
-        blocks = [*self.reused, self.copied] if self.copied is not None else self.reused
-        return sum(block.users == 0 for block in blocks if block is not None)
+        blocks = self.reused if self.copied is None else (*self.reused, self.copied)
+        return sum(block.users == 0 for block in blocks)
 
 
 def make_plan(index: Index, root: bytes, keys: Sequence[bytes], token_ids: Sequence[int]) -> Plan:

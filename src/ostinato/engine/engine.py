@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import weakref
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
@@ -138,6 +140,8 @@ class Engine:
         self._warm()
         self._thread = threading.Thread(target=self._loop, name="ostinato-engine", daemon=True)
         self._thread.start()
+        # A thread still inside PyTorch when the interpreter ends aborts the process.
+        atexit.register(_close, weakref.ref(self))
 
     # -- requests ---------------------------------------------------------------------------------------
 
@@ -150,7 +154,7 @@ class Engine:
         """
         return _collect(list(self.stream(prompt, params)))
 
-    def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Generator[Chunk]:
         """Answer `prompt` piece by piece. Closing the iterator cancels the request."""
         chunks: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
         sequence = self._submit(prompt, params, chunks.put)
@@ -160,7 +164,7 @@ class Engine:
         """`generate` for asyncio. Cancelling the task cancels the request."""
         return _collect([chunk async for chunk in self.astream(prompt, params)])
 
-    async def astream(self, prompt: PromptLike, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+    async def astream(self, prompt: PromptLike, params: SamplingParams | None = None) -> AsyncGenerator[Chunk]:
         """`stream` for asyncio. Closing the iterator, or cancelling the task, cancels the request."""
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
@@ -263,7 +267,7 @@ class Engine:
         self._inbox.put(partial(self._add, sequence, output))
         return sequence
 
-    def _stream(self, sequence: Sequence, chunks: queue.SimpleQueue[Chunk | Exception]) -> Iterator[Chunk]:
+    def _stream(self, sequence: Sequence, chunks: queue.SimpleQueue[Chunk | Exception]) -> Generator[Chunk]:
         ended = False
         try:
             while not ended:
@@ -346,6 +350,11 @@ class Engine:
         for sequence, output in list(self._outputs.items()):
             output.failed(error)
             self._finish(sequence)
+
+
+def _close(engine: weakref.ref[Engine]) -> None:
+    if (alive := engine()) is not None:
+        alive.close()
 
 
 def _collect(chunks: list[Chunk]) -> Reply:

@@ -88,7 +88,11 @@ def config_from_gguf(
 def gguf_eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """Every token that ends an answer: those the metadata names and the known end-of-turn markers."""
     fields = Fields(metadata, "GGUF metadata", "tokenizer.ggml.")
-    ids = [*fields.token_ids("eos_token_id"), *fields.token_ids("eot_token_id"), *fields.token_ids("eom_token_id")]
+    ids = [
+        *fields.token_ids("eos_token_id"),
+        *fields.token_ids("eot_token_id"),
+        *fields.token_ids("eom_token_id"),
+    ]
     tokens, kinds = fields.get("tokens"), fields.get("token_type")
     if isinstance(tokens, list) and isinstance(kinds, list):
         markers = set(END_OF_TURN_TOKENS)
@@ -104,7 +108,9 @@ def _checked(config: ModelConfig, fields: Fields, eos: Sequence[int], bos: int |
     if config.heads % config.kv_heads:
         raise fields.error(f"{config.heads} heads cannot share {config.kv_heads} key-value heads evenly.")
     if config.head_dim % 2 or config.head_dim > 1 << 12:
-        raise fields.error(f"a head size of {config.head_dim} is not supported; it must be even, at most 4096.")
+        raise fields.error(
+            f"a head size of {config.head_dim} is not supported; it must be even, at most 4096."
+        )
     kept = tuple(dict.fromkeys(token for token in eos if token < config.vocab_size))
     return replace(config, eos_token_ids=kept, bos_token_id=bos)
 
@@ -128,7 +134,9 @@ def _refuse(fields: Fields, key: str, why: str) -> None:
         raise fields.error(f"{key}={fields.get(key)!r} is not supported: {why}")
 
 
-def _hf_rope(fields: Fields, dim: int, context: int, *, kind: str = "full_attention", base: float = 1e4) -> Rope:
+def _hf_rope(
+    fields: Fields, dim: int, context: int, *, kind: str = "full_attention", base: float = 1e4
+) -> Rope:
     """RoPE of the layers of one kind, from either layout: `rope_theta` + `rope_scaling`, `rope_parameters`."""
     rope = fields.section("rope_parameters") or fields.section("rope_scaling")
     if rope is not None and (nested := rope.section(kind)) is not None:
@@ -143,7 +151,9 @@ def _hf_rope(fields: Fields, dim: int, context: int, *, kind: str = "full_attent
     return rope_from_hf(rope, dim, base, fields.integer("original_max_position_embeddings", context))
 
 
-def _hf_windows(fields: Fields, count: int, *, default: Sequence[bool], window: int | None) -> list[int | None]:
+def _hf_windows(
+    fields: Fields, count: int, *, default: Sequence[bool], window: int | None
+) -> list[int | None]:
     kinds = fields.get("layer_types")
     if kinds is None:
         return [window if sliding else None for sliding in default]
@@ -346,7 +356,9 @@ def _gguf_rope(fields: Fields, dim: int, base: float, divisors: Sequence[float] 
     if kind == "linear":
         return plain_rope(dim, base, factor=factor)
     if kind == "yarn":
-        original = fields.number("rope.scaling.original_context_length", float(fields.integer("context_length")))
+        original = fields.number(
+            "rope.scaling.original_context_length", float(fields.integer("context_length"))
+        )
         return yarn_rope(
             dim,
             base,
@@ -359,7 +371,9 @@ def _gguf_rope(fields: Fields, dim: int, base: float, divisors: Sequence[float] 
     raise fields.error(f"RoPE scaling {kind!r} is not supported; supported are none, linear, yarn.")
 
 
-def _gguf_llama_like(architecture: str, base: float) -> Callable[[Fields, int, Sequence[float] | None], ModelConfig]:
+def _gguf_llama_like(
+    architecture: str, base: float
+) -> Callable[[Fields, int, Sequence[float] | None], ModelConfig]:
     def read(fields: Fields, vocab_size: int, divisors: Sequence[float] | None) -> ModelConfig:
         hidden, heads, kv_heads, dim = _gguf_sizes(fields)
         rope = _gguf_rope(fields, dim, base, divisors)
@@ -406,9 +420,7 @@ def _gguf_gemma3(fields: Fields, vocab_size: int, divisors: Sequence[float] | No
     )
 
 
-def _gguf_layer_norm(
-    fields: Fields, vocab_size: int, *, architecture: str, rope: Rope | None
-) -> ModelConfig:
+def _gguf_layer_norm(fields: Fields, vocab_size: int, *, architecture: str, rope: Rope | None) -> ModelConfig:
     hidden, heads, kv_heads, dim = _gguf_sizes(fields)
     return ModelConfig(
         architecture=architecture,
@@ -426,7 +438,9 @@ def _gguf_layer_norm(
         gated_mlp=False,
         parallel_block=architecture == "falcon",
         alibi_slopes=(
-            _alibi_slopes(heads, fields.number("attention.max_alibi_bias", 8)) if architecture == "mpt" else None
+            _alibi_slopes(heads, fields.number("attention.max_alibi_bias", 8))
+            if architecture == "mpt"
+            else None
         ),
         qkv_clip=fields.optional_number("attention.clamp_kqv") if fields.get("attention.clamp_kqv") else None,
     )

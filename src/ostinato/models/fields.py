@@ -83,7 +83,9 @@ class Fields:
         if value is None:
             return ()
         ids = cast("list[Any]", value) if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= _LIMIT for item in ids):
+        if not all(
+            isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= _LIMIT for item in ids
+        ):
             raise self._wrong(key, value, "a token id or a list of token ids")
         return tuple(ids)
 

@@ -130,7 +130,9 @@ class _HeaderParser:
         version = self._read_u32()
         if version not in (2, 3):
             if int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3):
-                raise ModelFormatError(f"{self._path} is a big-endian GGUF file; convert it to little-endian.")
+                raise ModelFormatError(
+                    f"{self._path} is a big-endian GGUF file; convert it to little-endian."
+                )
             raise ModelFormatError(
                 f"{self._path} has GGUF version {version}; versions 2 and 3 are supported. Convert it again."
             )
@@ -194,7 +196,9 @@ class _HeaderParser:
             for _ in range(count):
                 end = at + 8 + unpack(data, at)[0]
                 if end > size:
-                    raise self._corrupt(f"the string at offset {at} ends past the end of the file (truncated?)")
+                    raise self._corrupt(
+                        f"the string at offset {at} ends past the end of the file (truncated?)"
+                    )
                 strings.append(str(data[at + 8 : end], "utf-8"))
                 at = end
         except struct.error as error:

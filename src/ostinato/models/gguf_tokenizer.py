@@ -75,7 +75,9 @@ def _byte_level(fields: Fields, vocabulary: dict[str, int], pre: str) -> Tokeniz
         left, found, right = merge.partition(" ")
         # An entry outside of the vocabulary would fail in the tokenizers library without a usable message.
         if not found or left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise fields.error(f"tokenizer.ggml.merges holds {merge!r}, which does not join two tokens to a third.")
+            raise fields.error(
+                f"tokenizer.ggml.merges holds {merge!r}, which does not join two tokens to a third."
+            )
         merges.append((left, right))
     model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
     tokenizer = Tokenizer(model)

@@ -66,7 +66,12 @@ def from_ggml(data: _Bytes, kind: GGMLQuantizationType, name: str) -> Tensor | Q
     if reader is not None:
         bits, read = reader
         block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
-        codes, scale, minimum = read(data.reshape(-1, block_bytes))
+        with np.errstate(invalid="ignore", over="ignore"):
+            codes, scale, minimum = read(data.reshape(-1, block_bytes))
+        if not (np.isfinite(scale).all() and np.isfinite(minimum).all()):
+            raise ModelFormatError(
+                f"Tensor {name!r} holds scales that are no numbers. Download the model again."
+            )
         rows = data.shape[0]
         return QuantTensor(
             torch.from_numpy(codes.reshape(rows, -1)),

@@ -11,7 +11,9 @@ from ostinato.models.fields import Fields
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
-def plain_rope(dim: int, base: float, *, factor: float = 1.0, divisors: Sequence[float] | None = None) -> Rope:
+def plain_rope(
+    dim: int, base: float, *, factor: float = 1.0, divisors: Sequence[float] | None = None
+) -> Rope:
     """Unscaled or linearly scaled frequencies; `divisors` are Llama 3's factors as GGUF stores them."""
     frequencies = _frequencies(dim, base)
     if divisors is not None:

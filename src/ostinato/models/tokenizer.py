@@ -110,7 +110,9 @@ class Tokenizer:
         ids = _encoding(self._parsing if allow_special else self._plain, text).ids
         if not allow_special and not self.special_ids.isdisjoint(ids):
             ids = self._encode_by_character(text)
-        return [self.bos_token_id, *ids] if add_bos and self.adds_bos and self.bos_token_id is not None else ids
+        return (
+            [self.bos_token_id, *ids] if add_bos and self.adds_bos and self.bos_token_id is not None else ids
+        )
 
     def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> list[list[int]]:
         """Token ids of adjacent texts, each marked with whether special tokens may be read in it.
@@ -230,7 +232,7 @@ _BYTE_OF = _byte_alphabet()
 def _encoding(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     try:
         return tokenizer.encode(text, add_special_tokens=False)
-    except UnicodeEncodeError as error:
+    except (UnicodeEncodeError, TypeError) as error:  # the library's versions differ
         raise InvalidRequestError(
             "The text holds half of a surrogate pair, which is no character. Send valid Unicode."
         ) from error
@@ -293,7 +295,9 @@ def _without_special(
 def _decoder_kind(tokenizer: tokenizers.Tokenizer) -> tuple[bool, bool]:
     """Whether tokens spell bytes in GPT-2's alphabet, and whether decoding strips a first space."""
     if tokenizer.decoder is None:
-        raise ModelFormatError("The model's tokenizer has no decoder. Use a checkpoint with a full tokenizer.json.")
+        raise ModelFormatError(
+            "The model's tokenizer has no decoder. Use a checkpoint with a full tokenizer.json."
+        )
     state: Any = json.loads(tokenizer.decoder.__getstate__())
     parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
     types = {part["type"] for part in parts}

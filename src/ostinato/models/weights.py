@@ -226,7 +226,9 @@ def _split_fused(weights: Weights, config: ModelConfig, *, grouped: bool) -> Non
     for key in [key for key in weights if ".qkv." in key]:
         fused = weights.pop(key)
         if fused.shape[0] != len(rows):
-            raise ModelFormatError(f"The fused projection {key!r} has {fused.shape[0]} rows, not {len(rows)}.")
+            raise ModelFormatError(
+                f"The fused projection {key!r} has {fused.shape[0]} rows, not {len(rows)}."
+            )
         for name, index in parts.items():
             weights[key.replace(".qkv.", f".{name}.")] = _rows(fused, index)
 

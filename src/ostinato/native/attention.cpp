@@ -34,8 +34,9 @@ struct Problem {
     void* out;
     const float* slopes;
     int64_t k_stride, v_stride;
-    int heads, kv_heads, dim, group, window, threads;
+    int32_t heads, kv_heads, dim, window, flags;  // flags: 1 bf16; bits 8.. the threads
     float scale;
+    int32_t group, threads;  // derived
 };
 
 INLINE int round_up(int n, int to) { return (n + to - 1) / to * to; }
@@ -746,18 +747,16 @@ void attend(const Problem& p) {
 
 }  // namespace
 
-// shape: heads | kv_heads << 16; flags: 1 bf16, 2 without AMX (for tests); bits 8.. the threads.
-EXPORT void ostinato_attend(const Batch* batch, const void* q, const void* k, const void* v, void* out, float scale,
-                            int32_t shape, int32_t dim, int32_t window, int32_t flags, const float* slopes,
-                            int64_t k_stride, int64_t v_stride) {
-    const int heads = shape & 0xffff, kv_heads = shape >> 16;
-    Problem p{batch, q, k, v, out, slopes, k_stride, v_stride, heads, kv_heads, dim, heads / kv_heads, window, flags >> 8, scale};
-    if (!(flags & 1)) {
+EXPORT void ostinato_attend(const Problem* problem) {
+    Problem p = *problem;
+    p.group = p.heads / p.kv_heads;
+    p.threads = p.flags >> 8;
+    if (!(p.flags & 1)) {
         attend<float, Plain<float>, Plain<float>>(p);
         return;
     }
 #ifdef OSTINATO_AMX
-    if (amx_allowed && dim % 16 == 0 && !(flags & 2)) {
+    if (amx_allowed && p.dim % 16 == 0) {
         attend<bf16, Amx<false>, Amx<true>>(p);
         return;
     }

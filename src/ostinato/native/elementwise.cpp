@@ -86,7 +86,7 @@ struct RopeStore {
     void *q, *k, *v;
     const float *q_norm, *k_norm;
     int64_t qkv_stride, k_stride, v_stride;
-    int32_t tokens, heads, kv_heads, dim, half;
+    int32_t tokens, heads, kv_heads, dim, half, flags;
     float eps;
 };
 
@@ -154,41 +154,50 @@ EXPORT int32_t ostinato_init() {
 }
 
 // flags here and below: 1 bf16; bits 4..7 the activation; bits 8.. the threads.
-EXPORT void ostinato_rms_norm(const void* x, const float* weight, void* out, const void* residual, float eps,
-                              int32_t rows, int32_t n, int32_t flags, int64_t x_stride, int64_t out_stride,
-                              int64_t residual_stride) {
-    auto run = [&](auto* o) {
-        using T = std::remove_pointer_t<decltype(o)>;
-        rms_norm(static_cast<const T*>(x), x_stride, rows, n, weight, eps, o, out_stride,
-                 static_cast<const T*>(residual), residual_stride, flags >> 8);
+struct NormCall {
+    const void* x;
+    const float* weight;
+    void* out;
+    const void* residual;
+    int64_t x_stride, out_stride, residual_stride;
+    int32_t rows, columns, flags;
+    float eps;
+};
+
+EXPORT void ostinato_rms_norm(const NormCall* c) {
+    auto run = [&](auto* out) {
+        using T = std::remove_pointer_t<decltype(out)>;
+        rms_norm(static_cast<const T*>(c->x), c->x_stride, c->rows, c->columns, c->weight, c->eps, out, c->out_stride,
+                 static_cast<const T*>(c->residual), c->residual_stride, c->flags >> 8);
     };
-    if (flags & 1)
-        run(static_cast<bf16*>(out));
+    if (c->flags & 1)
+        run(static_cast<bf16*>(c->out));
     else
-        run(static_cast<float*>(out));
+        run(static_cast<float*>(c->out));
 }
 
-EXPORT void ostinato_gated(const void* x, void* out, int32_t rows, int32_t n, int32_t flags, int64_t x_stride,
-                           int64_t out_stride) {
-    auto run = [&](auto* o) {
-        using T = std::remove_pointer_t<decltype(o)>;
-        gated(static_cast<const T*>(x), x_stride, rows, n, (flags >> 4) & 15, o, out_stride, flags >> 8);
+struct GatedCall {
+    const void* x;
+    void* out;
+    int64_t x_stride, out_stride;
+    int32_t rows, columns, flags;
+};
+
+EXPORT void ostinato_gated(const GatedCall* c) {
+    auto run = [&](auto* out) {
+        using T = std::remove_pointer_t<decltype(out)>;
+        gated(static_cast<const T*>(c->x), c->x_stride, c->rows, c->columns, (c->flags >> 4) & 15, out, c->out_stride,
+              c->flags >> 8);
     };
-    if (flags & 1)
-        run(static_cast<bf16*>(out));
+    if (c->flags & 1)
+        run(static_cast<bf16*>(c->out));
     else
-        run(static_cast<float*>(out));
+        run(static_cast<float*>(c->out));
 }
 
-// shape: heads | kv_heads << 16; sizes: head dim | rotary dim / 2 << 16.
-EXPORT void ostinato_rope_store(const void* qkv, const int32_t* positions, const int32_t* slots, const float* cos,
-                                const float* sin, void* q, void* k, void* v, const float* q_norm, const float* k_norm,
-                                int64_t qkv_stride, int64_t k_stride, int64_t v_stride, int32_t tokens, int32_t shape,
-                                int32_t sizes, float eps, int32_t flags) {
-    RopeStore p{qkv, positions, slots, cos, sin, q, k, v, q_norm, k_norm, qkv_stride, k_stride, v_stride,
-                tokens, shape & 0xffff, shape >> 16, sizes & 0xffff, sizes >> 16, eps};
-    if (flags & 1)
-        rope_store<bf16>(p, flags >> 8);
+EXPORT void ostinato_rope_store(const RopeStore* c) {
+    if (c->flags & 1)
+        rope_store<bf16>(*c, c->flags >> 8);
     else
-        rope_store<float>(p, flags >> 8);
+        rope_store<float>(*c, c->flags >> 8);
 }

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, get_num_threads
 
 from ostinato.native import build
 
@@ -27,16 +28,25 @@ _BF16_OUT = {torch.float32: 0, torch.bfloat16: 2}
 _ACTIVATION = {None: 0, "silu": 1 << 4, "gelu_tanh": 2 << 4, "gelu": 3 << 4}
 _LONG_ROWS = 16  # calls over more rows than this release the GIL
 
-_pointer, _i32, _i64, _f32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_pointer, _i32, _i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+# The arguments of a frequent call travel as one block of bytes, laid out as the C struct of the same
+# name: ctypes needs longer to convert twelve arguments than some of the kernels run.
+_LINEAR = struct.Struct("PPPPPPqqqiif")
+_NORM = struct.Struct("PPPPqqqiiif")
+_GATED = struct.Struct("PPqqiii")
+_ROPE_STORE = struct.Struct("PPPPPPPPPPqqqiiiiiif")
+_ATTEND = struct.Struct("PPPPPPqqiiiiifii")
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "packed_bytes": (_i64, [_i32] * 3),
     "pack": (None, [_pointer] * 3 + [_i32] * 3 + [_pointer, _i32]),
     "dequantise": (None, [_pointer, _pointer, _i64, _i32]),
-    "linear": (None, [_pointer] * 6 + [_f32, _i32, _i32] + [_i64] * 3),
-    "rms_norm": (None, [_pointer] * 4 + [_f32, _i32, _i32, _i32] + [_i64] * 3),
-    "gated": (None, [_pointer] * 2 + [_i32] * 3 + [_i64] * 2),
-    "rope_store": (None, [_pointer] * 10 + [_i64] * 3 + [_i32] * 3 + [_f32, _i32]),
-    "attend": (None, [_pointer] * 5 + [_f32] + [_i32] * 4 + [_pointer] + [_i64] * 2),
+    "linear": (None, [ctypes.c_char_p]),
+    "rms_norm": (None, [ctypes.c_char_p]),
+    "gated": (None, [ctypes.c_char_p]),
+    "rope_store": (None, [ctypes.c_char_p]),
+    "attend": (None, [ctypes.c_char_p]),
 }
 
 
@@ -134,14 +144,14 @@ class Kernels:
         data = torch.empty(self._packed_bytes(rows, columns, bits), dtype=torch.uint8)
         self._pack(
             codes.data_ptr(), scale.data_ptr(), minimum.data_ptr(), rows, columns, bits, data.data_ptr(),
-            torch.get_num_threads(),
+            get_num_threads(),
         )  # fmt: skip
         return PackedLinear(rows, columns, bits, data)
 
     def dequantise(self, packed: PackedLinear) -> Tensor:
         """The weights as bfloat16 [N, K], for GEMMs over many rows."""
         out = torch.empty(packed.rows, packed.columns, dtype=torch.bfloat16)
-        self._dequantise(packed.address, out.data_ptr(), packed.columns, torch.get_num_threads())
+        self._dequantise(packed.address, out.data_ptr(), packed.columns, get_num_threads())
         return out
 
     def linear(
@@ -162,55 +172,58 @@ class Kernels:
         ("silu", "gelu_tanh", "gelu") x is [M, 2K] and f(x) = activation(x[:, :K]) * x[:, K:]. bias:
         float32 [N]; residual: [M, N] of out's type, may be out itself. x and out may differ in type.
         """
-        rows = x.size(0)
-        (self._linear if rows <= _LONG_ROWS else self._linear_long)(
+        rows = x.shape[0]
+        call = _LINEAR.pack(
             packed.address,
             x.data_ptr(),
             out.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            None if norm_weight is None else norm_weight.data_ptr(),
-            eps,
+            0 if bias is None else bias.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            0 if norm_weight is None else norm_weight.data_ptr(),
+            x.stride()[0],
+            out.stride()[0],
+            0 if residual is None else residual.stride()[0],
             rows,
-            _BF16[x.dtype] | _BF16_OUT[out.dtype] | _ACTIVATION[activation] | torch.get_num_threads() << 8,
-            x.stride(0),
-            out.stride(0),
-            0 if residual is None else residual.stride(0),
+            _BF16[x.dtype] | _BF16_OUT[out.dtype] | _ACTIVATION[activation] | get_num_threads() << 8,
+            eps,
         )
+        (self._linear if rows <= _LONG_ROWS else self._linear_long)(call)
         return out
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None = None
     ) -> Tensor:
         """out = x / rms(x) * weight (+ residual). x: [M, H]; weight: float32 [H]; out may be x or residual."""
-        rows = x.size(0)
-        (self._rms_norm if rows <= _LONG_ROWS else self._rms_norm_long)(
+        rows, columns = x.shape
+        call = _NORM.pack(
             x.data_ptr(),
             weight.data_ptr(),
             out.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            eps,
+            0 if residual is None else residual.data_ptr(),
+            x.stride()[0],
+            out.stride()[0],
+            0 if residual is None else residual.stride()[0],
             rows,
-            x.size(1),
-            _BF16[x.dtype] | torch.get_num_threads() << 8,
-            x.stride(0),
-            out.stride(0),
-            0 if residual is None else residual.stride(0),
+            columns,
+            _BF16[x.dtype] | get_num_threads() << 8,
+            eps,
         )
+        (self._rms_norm if rows <= _LONG_ROWS else self._rms_norm_long)(call)
         return out
 
     def gated(self, gate_up: Tensor, out: Tensor, activation: str = "silu") -> Tensor:
         """out = activation(gate) * up. gate_up: [M, 2I], gate first; out: [M, I]."""
-        rows = out.size(0)
-        (self._gated if rows <= _LONG_ROWS else self._gated_long)(
+        rows, columns = out.shape
+        call = _GATED.pack(
             gate_up.data_ptr(),
             out.data_ptr(),
+            gate_up.stride()[0],
+            out.stride()[0],
             rows,
-            out.size(1),
-            _BF16[out.dtype] | _ACTIVATION[activation] | torch.get_num_threads() << 8,
-            gate_up.stride(0),
-            out.stride(0),
+            columns,
+            _BF16[out.dtype] | _ACTIVATION[activation] | get_num_threads() << 8,
         )
+        (self._gated if rows <= _LONG_ROWS else self._gated_long)(call)
         return out
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> Tensor:
@@ -238,27 +251,29 @@ class Kernels:
         q_norm, k_norm: float32 [D], weights of an RMS norm over each head before the rotation.
         """
         tokens, heads, dim = q_out.shape
-        half = 0 if cos is None else cos.size(1)
-        (self._rope_store if tokens <= _LONG_ROWS else self._rope_store_long)(
+        call = _ROPE_STORE.pack(
             qkv.data_ptr(),
             positions.data_ptr(),
             slots.data_ptr(),
-            None if cos is None else cos.data_ptr(),
-            None if sin is None else sin.data_ptr(),
+            0 if cos is None else cos.data_ptr(),
+            0 if sin is None else sin.data_ptr(),
             q_out.data_ptr(),
             k_layer.data_ptr(),
             v_layer.data_ptr(),
-            None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(),
-            qkv.stride(0),
-            k_layer.stride(0),
-            v_layer.stride(0),
+            0 if q_norm is None else q_norm.data_ptr(),
+            0 if k_norm is None else k_norm.data_ptr(),
+            qkv.stride()[0],
+            k_layer.stride()[0],
+            v_layer.stride()[0],
             tokens,
-            heads | k_layer.size(0) << 16,
-            dim | half << 16,
+            heads,
+            k_layer.shape[0],
+            dim,
+            0 if cos is None else cos.shape[1],
+            _BF16[q_out.dtype] | get_num_threads() << 8,
             eps,
-            _BF16[q_out.dtype] | torch.get_num_threads() << 8,
         )
+        (self._rope_store if tokens <= _LONG_ROWS else self._rope_store_long)(call)
 
     def attend(
         self,
@@ -277,21 +292,26 @@ class Kernels:
         query at position p sees only keys after p - window (0: all); slopes: float32 [H] (ALiBi). A query
         that sees no key gets zeros.
         """
-        (self._attend if batch.tokens <= _LONG_ROWS else self._attend_long)(
+        _, heads, dim = q.shape
+        call = _ATTEND.pack(
             batch.address,
             q.data_ptr(),
             k_layer.data_ptr(),
             v_layer.data_ptr(),
             out.data_ptr(),
-            scale,
-            q.size(1) | k_layer.size(0) << 16,
-            q.size(2),
+            0 if slopes is None else slopes.data_ptr(),
+            k_layer.stride()[0],
+            v_layer.stride()[0],
+            heads,
+            k_layer.shape[0],
+            dim,
             window,
-            _BF16[q.dtype] | torch.get_num_threads() << 8,
-            None if slopes is None else slopes.data_ptr(),
-            k_layer.stride(0),
-            v_layer.stride(0),
+            _BF16[q.dtype] | get_num_threads() << 8,
+            scale,
+            0,
+            0,
         )
+        (self._attend if batch.tokens <= _LONG_ROWS else self._attend_long)(call)
         return out
 
 

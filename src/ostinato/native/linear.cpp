@@ -326,23 +326,32 @@ EXPORT void ostinato_dequantise(const Packed* packed, bf16* out, int64_t stride,
     }
 }
 
-// flags: 1 x is bf16, 2 out and residual are bf16; bits 4..7 the activation; bits 8.. the threads.
-EXPORT void ostinato_linear(const Packed* w, const void* x, void* out, const float* bias, const void* residual,
-                            const float* norm, float eps, int32_t rows, int32_t flags, int64_t x_stride, int64_t out_stride, int64_t residual_stride) {
-    const int activation = (flags >> 4) & 15, threads = flags >> 8;
-    auto typed = [&](auto* xp, auto* op) {
-        using O = std::remove_pointer_t<decltype(op)>;
-        Output<O> o{op, out_stride, static_cast<const O*>(residual), residual_stride, bias, w->rows};
-        linear(*w, xp, x_stride, rows, o, norm, eps, activation, threads);
+struct LinearCall {
+    const Packed* weight;
+    const void* x;
+    void* out;
+    const float* bias;
+    const void* residual;
+    const float* norm;
+    int64_t x_stride, out_stride, residual_stride;
+    int32_t rows, flags;  // 1 x is bf16, 2 out and residual are bf16; bits 4..7 the activation; bits 8.. the threads
+    float eps;
+};
+
+EXPORT void ostinato_linear(const LinearCall* c) {
+    auto typed = [&](auto* x, auto* out) {
+        using O = std::remove_pointer_t<decltype(out)>;
+        Output<O> o{out, c->out_stride, static_cast<const O*>(c->residual), c->residual_stride, c->bias, c->weight->rows};
+        linear(*c->weight, x, c->x_stride, c->rows, o, c->norm, c->eps, (c->flags >> 4) & 15, c->flags >> 8);
     };
-    auto with_x = [&](auto* xp) {
-        if (flags & 2)
-            typed(xp, static_cast<bf16*>(out));
+    auto with_x = [&](auto* x) {
+        if (c->flags & 2)
+            typed(x, static_cast<bf16*>(c->out));
         else
-            typed(xp, static_cast<float*>(out));
+            typed(x, static_cast<float*>(c->out));
     };
-    if (flags & 1)
-        with_x(static_cast<const bf16*>(x));
+    if (c->flags & 1)
+        with_x(static_cast<const bf16*>(c->x));
     else
-        with_x(static_cast<const float*>(x));
+        with_x(static_cast<const float*>(c->x));
 }

@@ -74,11 +74,11 @@ def render_chat(
         add_generation_prompt: open the assistant's turn at the end.
         template_args: further variables of the template.
     """
-    chat = _Chat(tokenizer, messages, tools, {**template_args, "add_generation_prompt": add_generation_prompt})
+    chat = _Chat(
+        tokenizer, messages, tools, {**template_args, "add_generation_prompt": add_generation_prompt}
+    )
     segments = chat.segments()
-    return [
-        part for segment in segments for part in _with_tools(segment, chat.tools) if part.text
-    ]
+    return [part for segment in segments for part in _with_tools(segment, chat.tools) if part.text]
 
 
 def encode_chat(
@@ -116,7 +116,9 @@ class _Chat:
         self._special = tokenizer.special_pattern
         self._template = _compiled(tokenizer.chat_template or DEFAULT_TEMPLATE)
         if not messages:
-            raise InvalidRequestError("messages is empty; a chat needs at least one message.", param="messages")
+            raise InvalidRequestError(
+                "messages is empty; a chat needs at least one message.", param="messages"
+            )
         self._contents = [_content(message, index) for index, message in enumerate(messages)]
         self._messages = [self._without_special(_without_content(message)) for message in messages]
         self.tools = [self._without_special(tool) for tool in tools] if tools else None
@@ -134,7 +136,9 @@ class _Chat:
         # Unguessable, so that no content can pass for a placeholder.
         nonce = secrets.token_hex(8)
         marks = [f"\ue000{nonce}:{index}\ue001" for index in range(len(self._contents))]
-        marked = self._render([mark if text else text for mark, text in zip(marks, self._contents, strict=True)])
+        marked = self._render(
+            [mark if text else text for mark, text in zip(marks, self._contents, strict=True)]
+        )
         rendered = self._render(self._contents)
         segments = self._aligned(rendered, marked, f"\ue000{nonce}:")
         if segments is not None:
@@ -179,7 +183,14 @@ class _Chat:
         ]
         try:
             return self._template.render(messages=messages, **self._arguments)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
             raise InvalidRequestError(
                 f"The model's chat template does not take these messages: {error}", param="messages"
             ) from error
@@ -196,7 +207,9 @@ class _Chat:
         if value is None or isinstance(value, bool | int | float):
             return value
         # Templates are code from elsewhere: an object's methods must not come within their reach.
-        raise InvalidRequestError(f"A chat may hold JSON values only, not {type(value).__name__}.", param="messages")
+        raise InvalidRequestError(
+            f"A chat may hold JSON values only, not {type(value).__name__}.", param="messages"
+        )
 
 
 def _content(message: Message, index: int) -> str | None:
@@ -208,9 +221,7 @@ def _content(message: Message, index: int) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(
-            f"{at}.content must be a string or a list of parts.", param=f"{at}.content"
-        )
+        raise InvalidRequestError(f"{at}.content must be a string or a list of parts.", param=f"{at}.content")
     texts: list[str] = []
     for number, part in enumerate(cast("list[Any]", content)):
         where = f"{at}.content[{number}]"
@@ -273,7 +284,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML characters, which templates do not expect.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _strftime_now(layout: str) -> str:
