@@ -28,7 +28,9 @@ def command(*arguments: str) -> list[str]:
 def run(*arguments: str, stdin: bytes | str | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command; it must not show a traceback, whatever happens."""
     data = stdin.encode() if isinstance(stdin, str) else stdin
-    done = subprocess.run(command(*arguments), input=data, capture_output=True, timeout=DEADLINE, check=False)
+    done = subprocess.run(
+        command(*arguments), input=data, capture_output=True, timeout=4 * DEADLINE, check=False
+    )
     out, err = done.stdout.decode(), done.stderr.decode()
     assert "Traceback" not in err, err
     return subprocess.CompletedProcess(done.args, done.returncode, out, err)

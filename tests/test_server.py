@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -191,10 +193,10 @@ def test_penalties_and_bias(client: openai.OpenAI, exact_engine: Engine) -> None
     said = complete(client, "A", **small).choices[0].text.count(word)
     assert complete(client, "A", frequency_penalty=2.0, **small).choices[0].text.count(word) < said
     assert complete(client, "A", presence_penalty=-2.0, **small).choices[0].text.count(word) == said
-    # A repetition penalty divides the bonus of words that the prompt has, so that others win.
-    song = "A" + word * 8
-    text = complete(client, song, extra_body={"repetition_penalty": 10.0}, **small).choices[0].text
-    assert word not in text[:40]
+    # A repetition penalty counts the prompt's words too.
+    song = "The cat sat on the mat. " * 4 + "The"
+    assert " cat" in complete(client, song).choices[0].text
+    assert " cat" not in complete(client, song, extra_body={"repetition_penalty": 10.0}).choices[0].text
 
 
 def test_stops(client: openai.OpenAI, exact_engine: Engine) -> None:
@@ -341,6 +343,29 @@ def test_clients_leave_at_any_moment(url: str, exact_engine: Engine) -> None:
         await asyncio.gather(*(leave_after(0.002 * i, stream=i % 2 == 0) for i in range(60)))
 
     asyncio.run(run())
+    wait_until(lambda: idle(exact_engine))
+    assert exact_engine.stats().completion_tokens - before.completion_tokens < 6000
+
+
+def test_client_leaves_while_its_prompt_is_encoded(
+    url: str, client: openai.OpenAI, exact_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = exact_engine.stats()
+    begun, proceed, encode = threading.Event(), threading.Event(), exact_engine.encode
+
+    def slow(prompt: Any) -> Any:
+        begun.set()
+        assert proceed.wait(DEADLINE)
+        return encode(prompt)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exact_engine, "encode", slow)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url + CHAT, json=LONG, timeout=httpx.Timeout(DEADLINE, read=0.5))
+        assert begun.wait(DEADLINE)
+        time.sleep(0.2)  # for the server to notice; were it later, the test would only show less
+        proceed.set()
+    assert chat(client, max_tokens=1).choices  # by now the request that nobody waits for has come through
     wait_until(lambda: idle(exact_engine))
     assert exact_engine.stats().completion_tokens - before.completion_tokens < 6000
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from server_fixtures import DEADLINE, serving
 
 from ostinato import Engine
+from server_fixtures import DEADLINE, serving
 
 
 def test_no_server_error(engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from ostinato.errors import InvalidRequestError, ModelFormatError
 from ostinato.models.catalogue import resolve
@@ -208,27 +209,29 @@ def test_increments_join_to_the_whole(ids: list[int], skip: bool) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.text(st.characters(max_codepoint=0x2FFFF, exclude_categories=["Cs"]), max_size=60))
+@given(text=st.text(max_size=60))
 def test_any_text_comes_back(text: str) -> None:
-    # SmolLM2's vocabulary has no tokens for the first bytes of planes 4 and up, which hold no characters.
-    assert _shared().decode(_shared().encode(text)) == text
+    # SmolLM2's vocabulary lacks tokens for some bytes that text hardly ever has; those are lost.
+    kept = "".join(char for char in text if all(bytes([byte]) in _single_bytes() for byte in char.encode()))
+    assert _shared().decode(_shared().encode(kept)) == kept
     spaced = text.replace("▁", "_")
     assert _sentencepiece().decode(_sentencepiece().encode(spaced)) == spaced
 
 
-_CACHE: dict[str, Tokenizer] = {}
+@functools.cache
+def _single_bytes() -> frozenset[bytes]:
+    tokenizer = _shared()
+    return frozenset(raw for raw in map(tokenizer.token_bytes, range(tokenizer.vocab_size)) if len(raw) == 1)
 
 
+@functools.cache
 def _shared() -> Tokenizer:
-    if "smollm" not in _CACHE:
-        _CACHE["smollm"] = Tokenizer.from_path(resolve("smollm2-135m"))
-    return _CACHE["smollm"]
+    return Tokenizer.from_path(resolve("smollm2-135m"))
 
 
+@functools.cache
 def _sentencepiece() -> Tokenizer:
-    if "sentencepiece" not in _CACHE:
-        _CACHE["sentencepiece"] = Tokenizer.from_gguf_metadata(sentencepiece_metadata())
-    return _CACHE["sentencepiece"]
+    return Tokenizer.from_gguf_metadata(sentencepiece_metadata())
 
 
 def test_an_incomplete_character_is_held_back(smollm: Tokenizer) -> None:

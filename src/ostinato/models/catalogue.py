@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -176,7 +176,7 @@ def _is_sound(model: _Model, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Generator[None]:
     try:
         import fcntl
     except ImportError:  # not POSIX: two processes fetch twice, and the last one's file stays

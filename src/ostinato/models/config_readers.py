@@ -10,7 +10,7 @@ from typing import Any
 from ostinato.errors import ModelFormatError
 from ostinato.models.config import Activation, LayerConfig, ModelConfig, Rope
 from ostinato.models.fields import Fields
-from ostinato.models.rope import plain_rope, rope_from_hf, yarn_rope
+from ostinato.models.rope import check_head_size, plain_rope, rope_from_hf, yarn_rope
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -53,7 +53,8 @@ def config_from_hf(
         )
     if fields.get("quantization_config") is not None:
         raise fields.error(
-            "checkpoints with a quantization_config are not supported. Use the unquantised checkpoint, or a GGUF."
+            "checkpoints with a quantization_config are not supported. "
+            "Use the unquantised checkpoint, or a GGUF."
         )
     text = fields.section("text_config") if family == "Gemma3ForConditionalGeneration" else fields
     config = _HF_FAMILIES[family][1](text or fields)
@@ -107,10 +108,7 @@ def gguf_eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 def _checked(config: ModelConfig, fields: Fields, eos: Sequence[int], bos: int | None) -> ModelConfig:
     if config.heads % config.kv_heads:
         raise fields.error(f"{config.heads} heads cannot share {config.kv_heads} key-value heads evenly.")
-    if config.head_dim % 2 or config.head_dim > 1 << 12:
-        raise fields.error(
-            f"a head size of {config.head_dim} is not supported; it must be even, at most 4096."
-        )
+    check_head_size(config.head_dim)
     kept = tuple(dict.fromkeys(token for token in eos if token < config.vocab_size))
     return replace(config, eos_token_ids=kept, bos_token_id=bos)
 
@@ -137,7 +135,7 @@ def _refuse(fields: Fields, key: str, why: str) -> None:
 def _hf_rope(
     fields: Fields, dim: int, context: int, *, kind: str = "full_attention", base: float = 1e4
 ) -> Rope:
-    """RoPE of the layers of one kind, from either layout: `rope_theta` + `rope_scaling`, `rope_parameters`."""
+    """RoPE of the layers of one kind, by `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
     rope = fields.section("rope_parameters") or fields.section("rope_scaling")
     if rope is not None and (nested := rope.section(kind)) is not None:
         rope = nested

@@ -7,7 +7,6 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from ostinato.errors import ModelFormatError
 from ostinato.models.fields import Fields
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4

@@ -106,7 +106,7 @@ def _nibbles(packed: _Bytes) -> _Bytes:
 
 def _fifth_bit(packed: _Bytes) -> _Bytes:
     """Q5_0, Q5_1: four bytes of one bit per code, as 0 or 16."""
-    return np.unpackbits(packed, axis=-1, bitorder="little") << 4
+    return np.unpackbits(packed, axis=-1, bitorder="little") << np.uint8(4)
 
 
 def _q4_0(blocks: _Bytes) -> _Groups:
@@ -131,7 +131,7 @@ def _q5_1(blocks: _Bytes) -> _Groups:
 
 def _q8_0(blocks: _Bytes) -> _Groups:
     scale = _half(blocks, 0)
-    return blocks[:, 2:] ^ 128, scale, scale * -128
+    return blocks[:, 2:] ^ np.uint8(128), scale, scale * -128
 
 
 def _k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ostinato.errors import ModelFormatError
 from ostinato.models.config import Rope
 from ostinato.models.fields import Fields
 
+MAX_HEAD_SIZE = 1 << 12
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
@@ -82,7 +84,17 @@ def yarn_rope(
     return Rope(tuple(frequencies), _mscale(factor) if attention_factor is None else attention_factor)
 
 
+def check_head_size(dim: int) -> None:
+    """Raises unless heads of this size can be rotated, before anything is computed for each of its elements."""
+    if dim % 2 or not 0 < dim <= MAX_HEAD_SIZE:
+        raise ModelFormatError(
+            f"A head size of {dim} is not supported; it must be even and at most {MAX_HEAD_SIZE}. "
+            "Download or convert the model again."
+        )
+
+
 def _frequencies(dim: int, base: float) -> list[float]:
+    check_head_size(dim)
     return [base ** (-2 * index / dim) for index in range(dim // 2)]
 
 

@@ -53,6 +53,7 @@ class Tokenizer:
                 special[token_id] = token
         self.special_ids = frozenset(special)
         """Tokens that are no text: never produced from user text, skipped by `decode`."""
+        self._special_by_text = {token.content: token_id for token_id, token in special.items()}
         self.special_pattern = _pattern(special.values())
         """Matches special tokens' strings, and the white space that such a token swallows."""
         self._plain = _without_special(parsing, added, self.special_ids)
@@ -130,8 +131,8 @@ class Tokenizer:
                 self._encode_run(tokenizer, run, ids)
                 run.clear()
                 tokenizer = self._continuing
-                token_id = self._parsing.token_to_id(match[0].strip())
-                ids[index].append(self._parsing.token_to_id(match[0]) if token_id is None else token_id)
+                text_of = match[0] if match[0] in self._special_by_text else match[0].strip()
+                ids[index].append(self._special_by_text[text_of])
                 at = match.end()
             run.append((text[at:], index))
         self._encode_run(tokenizer, run, ids)

@@ -299,8 +299,7 @@ def _compiled(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals.update({"raise_exception": _raise_exception, "strftime_now": _strftime_now})
     try:
         return environment.from_string(template)
     except jinja2.TemplateError as error:
