@@ -82,6 +82,7 @@ def test_pull_joins_checks_and_keeps(index: Path) -> None:
     assert sorted(file.name for file in path.parent.iterdir()) == ["tiny.gguf", "tiny.lock"]
 
 
+@pytest.mark.usefixtures("index")
 def test_a_damaged_file_is_fetched_again() -> None:
     path = pull("tiny")
     path.write_bytes(b"GGUF firsT second")

@@ -23,12 +23,15 @@ TRIMMING = (
     "{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 WITH_TOOLS = (
-    "{% if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
+    "{% if tools %}<|im_start|>system\n# Tools\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
     "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}{{ m.content }}{% endif %}"
-    "{% for call in m.tool_calls or [] %}{{ call.function | tojson(indent=2) }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson(indent=2) }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
 )
 THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].replace('<think>', '') }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1].replace('<think>', '') }}"
     "<|im_end|>\n{% endfor %}"
 )
 TOOL = {
@@ -185,7 +188,8 @@ def test_a_model_without_a_template_gets_chatml(smollm: Tokenizer, monkeypatch: 
     monkeypatch.setattr(smollm, "chat_template", None)
     text = "".join(segment.text for segment in render_chat(smollm, CHATS[1]))
     assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n  What is 2+2?\n<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n  What is 2+2?\n<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
 
 

@@ -282,7 +282,7 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str) -
 
 
 def byte_level_folder(folder: Path) -> tokenizers.Tokenizer:
-    """A Hugging Face folder with ids of added tokens past the model's vocabulary, as Llama 3 and Qwen have."""
+    """A Hugging Face folder whose added tokens have ids past the model's vocabulary, as Llama 3's."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

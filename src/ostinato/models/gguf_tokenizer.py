@@ -35,7 +35,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 }
 """`tokenizer.ggml.pre` to the patterns by which text is cut before byte-pair merging, one after another."""
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-"""Vocabularies in which a word that is a token stays one, whatever the merges say; they also start with BOS."""
+"""Vocabularies in which a word that is a token stays one, whatever the merges say; they start with BOS."""
 
 
 def build(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
@@ -99,7 +99,7 @@ def _sentencepiece(
     unknown = fields.token_ids("unknown_token_id")
     model = models.BPE(
         vocab=vocabulary,
-        merges=_merges_by_score(tokens, kinds, scores, vocabulary),
+        merges=_merges_by_score(tokens, kinds, scores),
         unk_token=tokens[unknown[0]] if unknown and unknown[0] < len(tokens) else None,
         fuse_unk=True,
         byte_fallback=BYTE in kinds,
@@ -117,7 +117,7 @@ def _sentencepiece(
 
 
 def _merges_by_score(
-    tokens: Sequence[str], kinds: Sequence[float], scores: Sequence[float], vocabulary: dict[str, int]
+    tokens: Sequence[str], kinds: Sequence[float], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """SentencePiece merges the pair whose union scores best: every split of every piece, in that order."""
     mergeable = {token for token, kind in zip(tokens, kinds, strict=True) if kind == NORMAL and token}

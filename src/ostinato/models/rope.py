@@ -85,7 +85,7 @@ def yarn_rope(
 
 
 def check_head_size(dim: int) -> None:
-    """Raises unless heads of this size can be rotated, before anything is computed for each of its elements."""
+    """Raises unless heads of this size can be rotated, before each of its elements costs anything."""
     if dim % 2 or not 0 < dim <= MAX_HEAD_SIZE:
         raise ModelFormatError(
             f"A head size of {dim} is not supported; it must be even and at most {MAX_HEAD_SIZE}. "

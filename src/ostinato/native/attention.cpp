@@ -56,7 +56,8 @@ INLINE Visible clip(const Batch& b, int run, int64_t low, int64_t high) {
 // Up to KEYS keys of one sequence, in the order of its runs.
 struct Block {
     int count, low, high;
-    bool contiguous;
+    bool contiguous;  // consecutive slots
+    bool ordered;     // consecutive positions
     alignas(64) int32_t slot[KEYS];
     alignas(64) int32_t position[KEYS];
 
@@ -64,12 +65,13 @@ struct Block {
         count = 0;
         low = INT32_MAX;
         high = INT32_MIN;
-        contiguous = true;
+        contiguous = ordered = true;
     }
     int add(const Visible& v, int skip) {
         int n = v.length - skip < KEYS - count ? v.length - skip : KEYS - count;
         int s = v.slot + skip, p = v.position + skip;
         if (count && s != slot[count - 1] + 1) contiguous = false;
+        if (count && p != position[count - 1] + 1) ordered = false;
         for (int i = 0; i < n; i++) slot[count + i] = s + i;
         for (int i = 0; i < n; i++) position[count + i] = p + i;
         count += n;
@@ -130,40 +132,38 @@ INLINE f32x16 fast_exp2(f32x16 x) {
 // Softmax of one block for one tile.  Scores become exp2(score - running maximum); `fast` writes them as
 // bf16 pairs of keys, else in place.  Returns whether the earlier output has to be scaled by `alpha`.
 template <bool FAST>
-INLINE bool softmax(Tile& tile, const Block& block, int padded, float* scores, uint32_t* pairs, float scale,
+INLINE bool softmax(Tile& tile, const Block& block, int n, float* scores, uint32_t* pairs, float scale,
                     const float* slopes, int window, float* alpha) {
-    const int n = block.count;
+    const int padded = FAST ? round_up(n, 32) : n;
     const f32x16 lowest = splat(-INFINITY);
     for (int k = n; k < padded; k++) store16(scores + k * LANES, lowest);
     f32x16 before = load16(tile.most), most = lowest;
     f32x16 factor = splat(scale * LOG2E);
-    const bool masked =
-        block.high > tile.low || (window && int64_t(block.low) <= int64_t(tile.high) - window);
+    const bool masked = block.high > tile.low || (window && int64_t(block.low) <= int64_t(tile.high) - window);
     if (masked || slopes) {
         const i32x16 q = *reinterpret_cast<const i32x16_any*>(tile.position);
         const f32x16 slope = load16(tile.slope);
         const int reach = window ? window : INT32_MAX;
-        for (int k = 0; k < n; k++) {
-            f32x16 s = load16(scores + k * LANES) * factor;
-            i32x16 distance = q - block.position[k];
-            if (slopes) s -= slope * __builtin_convertvector(distance, f32x16);
-            s = (distance >= 0) & (distance < reach) ? s : lowest;
-            store16(scores + k * LANES, s);
-            most = max16(most, s);
-        }
-        factor = splat(1.0f);
-    } else {
-        f32x16 a = lowest, b = lowest, c = lowest;
         int k = 0;
-        for (; k + 4 <= n; k += 4) {
-            most = max16(most, load16(scores + k * LANES));
-            a = max16(a, load16(scores + (k + 1) * LANES));
-            b = max16(b, load16(scores + (k + 2) * LANES));
-            c = max16(c, load16(scores + (k + 3) * LANES));
+        if (block.ordered && !window && !slopes && tile.low >= block.low) k = tile.low - block.low + 1;
+        for (; k < n; k++) {
+            f32x16 s = load16(scores + k * LANES);
+            i32x16 distance = q - block.position[k];
+            if (slopes) s = s * factor - slope * __builtin_convertvector(distance, f32x16);
+            store16(scores + k * LANES, (distance >= 0) & (distance < reach) ? s : lowest);
         }
-        for (; k < n; k++) most = max16(most, load16(scores + k * LANES));
-        most = max16(max16(most, a), max16(b, c)) * factor;
+        if (slopes) factor = splat(1.0f);
     }
+    f32x16 a = lowest, b = lowest, c = lowest;
+    int k = 0;
+    for (; k + 4 <= n; k += 4) {
+        most = max16(most, load16(scores + k * LANES));
+        a = max16(a, load16(scores + (k + 1) * LANES));
+        b = max16(b, load16(scores + (k + 2) * LANES));
+        c = max16(c, load16(scores + (k + 3) * LANES));
+    }
+    for (; k < n; k++) most = max16(most, load16(scores + k * LANES));
+    most = max16(max16(most, a), max16(b, c)) * factor;
     most = max16(most, before);
     f32x16 sum{}, more{};
 #ifdef OSTINATO_AMX
@@ -200,7 +200,7 @@ INLINE bool softmax(Tile& tile, const Block& block, int padded, float* scores, u
 
 template <class T>
 struct Plain {
-    static constexpr bool transposed = true;
+    static constexpr bool single = false;
     static constexpr bool fast = false;
     using Query = float;
 
@@ -240,13 +240,13 @@ struct Plain {
         for (int i = 0; i < N; i++) store16(scores + (at + i) * LANES, s[i]);
     }
 
-    void scores(const float* qt, const Block& b, int dim, float* out) const {
+    void scores(const float* qt, int n, int dim, float* out) const {
         int at = 0;
 #ifdef OSTINATO_AVX512
-        for (; at + 8 <= b.count; at += 8) score<8>(qt, dim, at, out);
+        for (; at + 8 <= n; at += 8) score<8>(qt, dim, at, out);
 #endif
-        for (; at + 4 <= b.count; at += 4) score<4>(qt, dim, at, out);
-        for (; at < b.count; at++) score<1>(qt, dim, at, out);
+        for (; at + 4 <= n; at += 4) score<4>(qt, dim, at, out);
+        for (; at < n; at++) score<1>(qt, dim, at, out);
     }
 
     template <int N>
@@ -263,19 +263,17 @@ struct Plain {
         for (int i = 0; i < N; i++) store16(output + (d + i) * LANES, o[i]);
     }
 
-    void values(const float* weights, const uint32_t*, const Block& b, int dim, int, float* output,
-                const float* alpha) const {
+    void values(const float* weights, const uint32_t*, int n, int dim, float* output, const float* alpha) const {
         f32x16 a;
         if (alpha) a = load16(alpha);
         int d = 0;
 #ifdef OSTINATO_AVX512
-        for (; d + 8 <= dim; d += 8) mix<8>(weights, b.count, d, output, alpha ? &a : nullptr);
+        for (; d + 8 <= dim; d += 8) mix<8>(weights, n, d, output, alpha ? &a : nullptr);
 #endif
-        for (; d + 4 <= dim; d += 4) mix<4>(weights, b.count, d, output, alpha ? &a : nullptr);
-        for (; d < dim; d++) mix<1>(weights, b.count, d, output, alpha ? &a : nullptr);
+        for (; d + 4 <= dim; d += 4) mix<4>(weights, n, d, output, alpha ? &a : nullptr);
+        for (; d < dim; d++) mix<1>(weights, n, d, output, alpha ? &a : nullptr);
     }
 
-    static int padded(const Block& b) { return b.count; }
     static void begin() {}
     static void end() {}
 };
@@ -309,10 +307,19 @@ INLINE void transpose16(__m512i* r) {
     }
 }
 
-// bf16 on AMX tiles.  FEW: at most four lanes in use, output [lane][dim], no transposed values.
-template <bool FEW>
+const __m512i INTERLEAVE = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+
+// Two rows of 16 as one vector of pairs; a null row counts as zeros.
+INLINE __m512i paired(const bf16* a, const bf16* b) {
+    __m256i x = a ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)) : _mm256_setzero_si256();
+    __m256i y = b ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)) : _mm256_setzero_si256();
+    return _mm512_permutexvar_epi16(INTERLEAVE, _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1));
+}
+
+// bf16 on AMX tiles.
 struct Amx {
-    static constexpr bool transposed = !FEW;
+    static constexpr bool single = false;
     static constexpr bool fast = true;
     using Query = uint32_t;
 
@@ -322,11 +329,11 @@ struct Amx {
         for (int p = 0; p < dim / 2; p++) std::memcpy(qt + p * LANES + lane, row + 2 * p, 4);
     }
 
-    const bf16 *k, *v_base;
+    const bf16* k;
     const bf16* tail;  // the last, partial 16 keys, zero-filled; null if there is none
     int k_step, full;
 
-    void load_block(const bf16* kb, const bf16* vb, const Block& b, int dim) {
+    void load_keys(const bf16* kb, const Block& b, int dim) {
         const int width = round_up(dim, 32);
         tail = nullptr;
         if (b.contiguous && width == dim) {
@@ -350,40 +357,33 @@ struct Amx {
             k_step = width;
             full = round_up(b.count, 16) / 16;
         }
-        v_base = vb;
-        if (!FEW) transpose_values(vb, b, dim);
+    }
+
+    void load_block(const bf16* kb, const bf16* vb, const Block& b, int dim) {
+        load_keys(kb, b, dim);
+        transpose_values(vb, b, dim);
     }
 
     // Values as A tiles: [32 keys][16 dims] becomes 16 rows of 32 keys.
     void transpose_values(const bf16* vb, const Block& b, int dim) {
         const int dims = round_up(dim, 16) / 16, steps = round_up(b.count, 32) / 32;
         uint32_t* to = work.value.get<uint32_t>(size_t(KEYS) / 32 * dims * 256);
-        const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
-                                                    22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        auto row = [&](int at, int dt) { return at < b.count ? vb + int64_t(b.slot[at]) * dim + 16 * dt : nullptr; };
         for (int s = 0; s < steps; s++) {
             for (int dt = 0; dt < dims; dt++) {
                 __m512i r[16];
-                for (int i = 0; i < 16; i++) {
-                    const int at = 32 * s + 2 * i;
-                    __m256i a = _mm256_setzero_si256(), c = a;
-                    if (at < b.count)
-                        a = _mm256_loadu_si256(
-                            reinterpret_cast<const __m256i*>(vb + int64_t(b.slot[at]) * dim + 16 * dt));
-                    if (at + 1 < b.count)
-                        c = _mm256_loadu_si256(
-                            reinterpret_cast<const __m256i*>(vb + int64_t(b.slot[at + 1]) * dim + 16 * dt));
-                    r[i] = _mm512_permutexvar_epi16(interleave, _mm512_inserti64x4(_mm512_castsi256_si512(a), c, 1));
-                }
+                for (int i = 0; i < 16; i++) r[i] = paired(row(32 * s + 2 * i, dt), row(32 * s + 2 * i + 1, dt));
                 transpose16(r);
                 for (int i = 0; i < 16; i++) _mm512_store_si512(to + (s * dims + dt) * 256 + 16 * i, r[i]);
             }
         }
     }
 
-    void scores(const uint32_t* qt, const Block& b, int dim, float* out) const {
-        const int chunks = round_up(dim, 32) / 32, stride = k_step * 2;
+    void scores(const uint32_t* qt, int n, int dim, float* out) const {
+        const int chunks = round_up(dim, 32) / 32, stride = k_step * 2, wanted = round_up(n, 16) / 16;
+        const int whole = wanted < full ? wanted : full;
         int t = 0;
-        for (; t + 4 <= full; t += 4) {
+        for (; t + 4 <= whole; t += 4) {
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
@@ -405,9 +405,8 @@ struct Amx {
             _tile_stored(2, out + t * 256 + 512, 64);
             _tile_stored(3, out + t * 256 + 768, 64);
         }
-        for (; t < full; t++) one(k + t * 16 * k_step, stride, qt, chunks, out + t * 256);
-        if (tail) one(tail, stride, qt, chunks, out + t * 256);
-        (void)b;
+        for (; t < whole; t++) one(k + t * 16 * k_step, stride, qt, chunks, out + t * 256);
+        if (tail && wanted > full) one(tail, stride, qt, chunks, out + t * 256);
     }
 
     static INLINE void one(const bf16* a, int stride, const uint32_t* qt, int chunks, float* out) {
@@ -452,58 +451,8 @@ struct Amx {
         if (N > 3) _tile_stored(3, o + 768, 64);
     }
 
-    // [lane][dim]: pairs of value rows times pairs of weights.
-    template <int L, int N>
-    INLINE void few(const uint32_t* pairs, const Block& b, int dim, int d, float* output, const float* alpha) const {
-        const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
-                                                    22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-        __m512 o[L][N];
-        for (int l = 0; l < L; l++)
-            for (int i = 0; i < N; i++) {
-                o[l][i] = _mm512_loadu_ps(output + l * dim + d + 16 * i);
-                if (alpha) o[l][i] = _mm512_mul_ps(o[l][i], _mm512_set1_ps(alpha[l]));
-            }
-        for (int j = 0; j < b.count; j += 2) {
-            const bf16* x = v_base + int64_t(b.slot[j]) * dim + d;
-            const bf16* y = j + 1 < b.count ? v_base + int64_t(b.slot[j + 1]) * dim + d : x;  // its weight is 0
-            for (int i = 0; i < N; i++) {
-                __m512i both = _mm512_inserti64x4(
-                    _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 16 * i))),
-                    _mm256_loadu_si256(reinterpret_cast<const __m256i*>(y + 16 * i)), 1);
-                both = _mm512_permutexvar_epi16(interleave, both);
-                for (int l = 0; l < L; l++)
-                    o[l][i] = _mm512_dpbf16_ps(o[l][i], (__m512bh)both,
-                                               (__m512bh)_mm512_set1_epi32(int(pairs[j / 2 * LANES + l])));
-            }
-        }
-        for (int l = 0; l < L; l++)
-            for (int i = 0; i < N; i++) _mm512_storeu_ps(output + l * dim + d + 16 * i, o[l][i]);
-    }
-
-    template <int L>
-    INLINE void few_lanes(const uint32_t* pairs, const Block& b, int dim, float* output, const float* alpha) const {
-        int d = 0;
-        for (; d + 64 <= dim; d += 64) few<L, 4>(pairs, b, dim, d, output, alpha);
-        for (; d < dim; d += 16) few<L, 1>(pairs, b, dim, d, output, alpha);
-    }
-
-    void values(const float*, const uint32_t* pairs, const Block& b, int dim, int lanes, float* output,
-                const float* alpha) const {
-        if (FEW) {
-            for (int l = 0; l < lanes; l += 4) {
-                const uint32_t* p = pairs + l;
-                float* o = output + l * dim;
-                const float* a = alpha ? alpha + l : nullptr;
-                switch (lanes - l < 4 ? lanes - l : 4) {
-                    case 1: few_lanes<1>(p, b, dim, o, a); break;
-                    case 2: few_lanes<2>(p, b, dim, o, a); break;
-                    case 3: few_lanes<3>(p, b, dim, o, a); break;
-                    default: few_lanes<4>(p, b, dim, o, a);
-                }
-            }
-            return;
-        }
-        const int dims = round_up(dim, 16) / 16, steps = round_up(b.count, 32) / 32;
+    void values(const float*, const uint32_t* pairs, int n, int dim, float* output, const float* alpha) const {
+        const int dims = round_up(dim, 16) / 16, steps = round_up(n, 32) / 32;
         if (alpha) {
             const f32x16 a = load16(alpha);
             for (int d = 0; d < dims * 16; d++) store16(output + d * LANES, load16(output + d * LANES) * a);
@@ -518,9 +467,148 @@ struct Amx {
         }
     }
 
-    static int padded(const Block& b) { return round_up(b.count, 32); }
     static void begin() { amx_begin(); }
     static void end() { amx_end(); }
+};
+
+// The same for a single tile, as in decoding, where reading the keys and values is what takes time: the
+// values are only paired, not transposed, and the scores turned to [lane][key], so that softmax costs
+// nothing for lanes that hold no query.  Output [lane][dim].
+struct AmxSingle : Amx {
+    static constexpr bool single = true;
+    const bf16* v;
+
+    void load_block(const bf16* kb, const bf16* vb, const Block& b, int dim) {
+        load_keys(kb, b, dim);
+        v = vb;
+    }
+
+    // Rows of 16 lanes, 16 of them, to one vector of 16 keys for each of `lanes` lanes.
+    static INLINE void turn(const float* scores, int lanes, float* to) {
+        __m512i r[16];
+        if (lanes <= 4) {
+            for (int j = 0; j < 4; j++) {
+                __m512i x = _mm512_castsi128_si512(_mm_load_si128(reinterpret_cast<const __m128i*>(scores + j * 16)));
+                for (int i = 1; i < 4; i++)
+                    x = _mm512_mask_broadcast_i32x4(
+                        x, __mmask16(15 << 4 * i),
+                        _mm_load_si128(reinterpret_cast<const __m128i*>(scores + (4 * i + j) * 16)));
+                r[j] = x;
+            }
+            __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
+            __m512i c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
+            r[0] = _mm512_unpacklo_epi64(a, c);
+            r[1] = _mm512_unpackhi_epi64(a, c);
+            r[2] = _mm512_unpacklo_epi64(b, d);
+            r[3] = _mm512_unpackhi_epi64(b, d);
+        } else {
+            for (int i = 0; i < 16; i++) r[i] = _mm512_load_si512(scores + i * 16);
+            transpose16(r);
+        }
+        for (int l = 0; l < lanes; l++) _mm512_store_si512(to + l * KEYS, r[l]);
+    }
+
+    void step(const Problem& p, Tile& tile, const uint32_t* query, const Block& b, float* output) const {
+        const int dim = p.dim, dims = dim / 16, n = b.count, padded = round_up(n, 32), steps = padded / 32;
+        float* columns = work.scores.get<float>(KEYS * LANES * 2);
+        float* rows = columns + KEYS * LANES;
+        bf16* weights = work.weights.get<bf16>(KEYS * LANES);
+        uint32_t* pairs = work.value.get<uint32_t>(size_t(KEYS) / 32 * dims * 256);
+        scores(query, n, dim, columns);
+        for (int j = 0; j < padded; j += 2) {
+            const bf16* x = j < n ? v + int64_t(b.slot[j]) * dim : nullptr;
+            const bf16* y = j + 1 < n ? v + int64_t(b.slot[j + 1]) * dim : nullptr;
+            uint32_t* to = pairs + j / 32 * dims * 256 + j % 32 / 2 * 16;
+            if (y) {
+                for (int d = 0; d < dims; d++) _mm512_store_si512(to + d * 256, paired(x + 16 * d, y + 16 * d));
+                // Most likely the next block lies right behind this one.
+                for (int d = 0; d < dim; d += 16) {
+                    __builtin_prefetch(x + KEYS * dim + 2 * d, 0, 2);
+                    __builtin_prefetch(k + int64_t(j + KEYS) * k_step + 2 * d, 0, 2);
+                }
+            } else {
+                for (int d = 0; d < dims; d++)
+                    _mm512_store_si512(to + d * 256, paired(x ? x + 16 * d : nullptr, nullptr));
+            }
+        }
+        for (int i = 0; i < round_up(n, 16); i += 16) turn(columns + i * 16, tile.lanes, rows + i);
+        const bool masked = b.high > tile.low || (p.window && int64_t(b.low) <= int64_t(tile.high) - p.window);
+        for (int l = 0; l < tile.lanes; l++) {
+            float* s = rows + l * KEYS;
+            const f32x16 lowest = splat(-INFINITY);
+            if (n < padded) {
+                for (int i = n; i < padded; i++) s[i] = -INFINITY;
+            }
+            f32x16 factor = splat(p.scale * LOG2E), most = lowest;
+            if (masked || p.slopes) {
+                const int reach = p.window ? p.window : INT32_MAX;
+                for (int i = 0; i < n; i += 16) {
+                    i32x16 distance = tile.position[l] - *reinterpret_cast<const i32x16_any*>(b.position + i);
+                    f32x16 x = load16(s + i);
+                    if (p.slopes) x = x * factor - __builtin_convertvector(distance, f32x16) * tile.slope[l];
+                    x = (distance >= 0) & (distance < reach) ? x : lowest;
+                    store16(s + i, x);
+                }
+                for (int i = n; i < padded; i++) s[i] = -INFINITY;
+                if (p.slopes) factor = splat(1.0f);
+            }
+            for (int i = 0; i < padded; i += 16) most = max16(most, load16(s + i));
+            const float before = tile.most[l], top = top16(most) * factor[0], now = top > before ? top : before;
+            f32x16 sum{};
+            for (int i = 0; i < padded; i += 16) {
+                f32x16 e = fast_exp2(load16(s + i) * factor - now);
+                sum += e;
+                store16(weights + l * KEYS + i, e);
+            }
+            tile.most[l] = now;
+            if (now == before) {
+                tile.sum[l] += sum16(sum);
+            } else {
+                const float alpha = std::exp2(before - now);
+                tile.sum[l] = tile.sum[l] * alpha + sum16(sum);
+                for (int d = 0; d < dim; d += 16) store16(output + l * dim + d, load16(output + l * dim + d) * alpha);
+            }
+        }
+        int d = 0;
+        for (; d + 4 <= dims; d += 4) blend<4>(weights, pairs, steps, dims, d, output);
+        switch (dims - d) {
+            case 1: blend<1>(weights, pairs, steps, dims, d, output); break;
+            case 2: blend<2>(weights, pairs, steps, dims, d, output); break;
+            case 3: blend<3>(weights, pairs, steps, dims, d, output); break;
+        }
+    }
+
+    template <int N>
+    static INLINE void blend(const bf16* weights, const uint32_t* pairs, int steps, int dims, int d, float* output) {
+        float* o = output + d * 16;
+        const int stride = dims * 64;
+        _tile_loadd(0, o, stride);
+        if (N > 1) _tile_loadd(1, o + 16, stride);
+        if (N > 2) _tile_loadd(2, o + 32, stride);
+        if (N > 3) _tile_loadd(3, o + 48, stride);
+        for (int s = 0; s < steps; s++) {
+            const uint32_t* b = pairs + (s * dims + d) * 256;
+            _tile_loadd(4, weights + s * 32, KEYS * 2);
+            _tile_loadd(5, b, 64);
+            _tile_dpbf16ps(0, 4, 5);
+            if (N > 1) {
+                _tile_loadd(6, b + 256, 64);
+                _tile_dpbf16ps(1, 4, 6);
+            }
+            if (N > 2) {
+                _tile_loadd(7, b + 512, 64);
+                _tile_dpbf16ps(2, 4, 7);
+            }
+            if (N > 3) {
+                _tile_loadd(5, b + 768, 64);
+                _tile_dpbf16ps(3, 4, 5);
+            }
+        }
+        _tile_stored(0, o, stride);
+        if (N > 1) _tile_stored(1, o + 16, stride);
+        if (N > 2) _tile_stored(2, o + 32, stride);
+        if (N > 3) _tile_stored(3, o + 48, stride);
+    }
 };
 #endif
 
@@ -540,8 +628,6 @@ void attend_unit(const Problem& p, const Unit& u, float** output) {
     const int size = Math::query_size(D), width = round_up(D, 16) * LANES, tiles = (u.rows + LANES - 1) / LANES;
     Query* query = work.query.get<Query>(size_t(tiles) * size);
     float* out = work.output.get<float>(size_t(tiles) * width);
-    float* scores = work.scores.get<float>(KEYS * LANES);
-    uint32_t* pairs = work.weights.get<uint32_t>(KEYS / 2 * LANES);
     std::memset(query, 0, sizeof(Query) * size_t(tiles) * size);
     std::memset(out, 0, sizeof(float) * size_t(tiles) * width);
     for (int t = 0; t < tiles; t++) {
@@ -567,22 +653,31 @@ void attend_unit(const Problem& p, const Unit& u, float** output) {
     Math math;
     each_block(b, u.sequence, low, work.tiles[tiles - 1].high, u.from, u.to, work.block, [&](const Block& block) {
         math.load_block(kb, vb, block, D);
-        for (int t = 0; t < tiles; t++) {
-            Tile& tile = work.tiles[t];
-            if (block.low > tile.high || (p.window && int64_t(block.high) <= int64_t(tile.low) - p.window)) continue;
-            alignas(64) float alpha[LANES];
-            math.scores(query + size_t(t) * size, block, D, scores);
-            bool scaled = softmax<Math::fast>(tile, block, Math::padded(block), scores, pairs, p.scale, p.slopes,
-                                              p.window, alpha);
-            math.values(scores, pairs, block, D, tile.lanes, out + size_t(t) * width, scaled ? alpha : nullptr);
+        if constexpr (Math::single) {
+            math.step(p, work.tiles[0], query, block, out);
+            return;
+        } else {
+            float* scores = work.scores.get<float>(KEYS * LANES);
+            uint32_t* pairs = work.weights.get<uint32_t>(KEYS / 2 * LANES);
+            for (int t = 0; t < tiles; t++) {
+                Tile& tile = work.tiles[t];
+                if (block.low > tile.high || (p.window && int64_t(block.high) <= int64_t(tile.low) - p.window))
+                    continue;
+                const int n = block.ordered && tile.high < block.high ? tile.high - block.low + 1 : block.count;
+                alignas(64) float alpha[LANES];
+                math.scores(query + size_t(t) * size, n, D, scores);
+                const bool scaled =
+                    softmax<Math::fast>(tile, block, n, scores, pairs, p.scale, p.slopes, p.window, alpha);
+                math.values(scores, pairs, n, D, out + size_t(t) * width, scaled ? alpha : nullptr);
+            }
         }
     });
     *output = out;
 }
 
 template <class T, class Math>
-void write_unit(const Problem& p, const Unit& u, const float* out) {
-    const int D = p.dim, start = p.batch->query_start[u.sequence], width = round_up(D, 16) * LANES;
+void write_unit(const Problem& p, const Unit& u, const float* out, int step = 0) {
+    const int D = p.dim, start = p.batch->query_start[u.sequence], width = step ? step : round_up(D, 16) * LANES;
     for (int r = 0; r < u.rows; r++) {
         const int row = u.first + r, l = r % LANES;
         const Tile& tile = work.tiles[r / LANES];
@@ -590,7 +685,7 @@ void write_unit(const Problem& p, const Unit& u, const float* out) {
         const float inverse = tile.sum[l] > 0 ? 1.0f / tile.sum[l] : 0.0f;
         T* to = static_cast<T*>(p.out) +
                 (int64_t(start + row / p.group) * p.heads + u.kv_head * p.group + row % p.group) * D;
-        for (int d = 0; d < D; d++) from_float((Math::transposed ? o[d * LANES + l] : o[l * D + d]) * inverse, to[d]);
+        for (int d = 0; d < D; d++) from_float((Math::single ? o[l * D + d] : o[d * LANES + l]) * inverse, to[d]);
     }
 }
 
@@ -629,79 +724,97 @@ void attend_many(const Problem& p, const std::vector<int>& sequences) {
 
 thread_local Scratch item_scratch, part_scratch;
 
-// One tile per (sequence, key/value head): the keys of all of them in a row, cut evenly among the
-// threads; heads whose keys were cut are merged afterwards.
+// Few queries: the keys of all (sequence, key/value head) in a row, cut evenly among the threads; heads
+// whose keys were cut are merged afterwards.
+struct Item {
+    int sequence, kv_head, rows, tiles;
+    int64_t keys, start;  // start: in the row, where a key counts once for every tile
+
+    // The first key of this item at or behind a place in the row.
+    int64_t key_at(int64_t place) const {
+        if (place <= start) return 0;
+        if (place >= start + keys * tiles) return keys;
+        return (place - start) / tiles / 32 * 32;
+    }
+};
+
 template <class T, class Math>
 void attend_few(const Problem& p, const int* sequences, int count) {
     const Batch& b = *p.batch;
     const int64_t items = int64_t(count) * p.kv_heads;
-    int64_t* start = item_scratch.get<int64_t>(items + 1);
-    start[0] = 0;
+    Item* item = item_scratch.get<Item>(items);
+    int64_t total = 0;
+    int most_tiles = 1;
     for (int i = 0; i < count; i++) {
-        const int s = sequences[i], first = b.positions[b.query_start[s]], last = b.positions[b.query_start[s + 1] - 1];
+        const int s = sequences[i], first = b.query_start[s], last = b.query_start[s + 1] - 1;
+        const int rows = (last - first + 1) * p.group, tiles = (rows + LANES - 1) / LANES;
+        if (tiles > most_tiles) most_tiles = tiles;
         int64_t keys = 0;
         for (int r = b.run_start[s]; r < b.run_start[s + 1]; r++)
-            keys += clip(b, r, p.window ? int64_t(first) - p.window + 1 : INT32_MIN, last).length;
-        for (int h = 0; h < p.kv_heads; h++)
-            start[i * p.kv_heads + h + 1] = start[i * p.kv_heads + h] + keys;
+            keys += clip(b, r, p.window ? int64_t(b.positions[first]) - p.window + 1 : INT32_MIN, b.positions[last]).length;
+        for (int h = 0; h < p.kv_heads; h++) {
+            item[i * p.kv_heads + h] = {s, h, rows, tiles, keys, total};
+            total += keys * tiles;
+        }
     }
-    const int64_t total = start[items];
-    const int threads = total * p.dim < 16384 ? 1 : p.threads;
-    const int width = round_up(p.dim, 16) * LANES, part = width + 2 * LANES;
-    // At most one partial result before and one after each cut: two for every thread.
+    const int threads = total * p.dim < 8192 ? 1 : p.threads;
+    const int width = round_up(p.dim, 16) * LANES, part = (width + 2 * LANES) * most_tiles;
+    // A thread leaves at most two partial results: of an item it does not begin, and of one it does not end.
     float* parts = part_scratch.get<float>(size_t(2 * threads) * part);
-    auto cut = [&](int64_t t, int64_t n) { return t >= n ? total : total * t / n / 32 * 32; };
+    auto cut = [&](int64_t t, int64_t n) { return t >= n ? total : total * t / n; };
     auto run = [&](int thread, int n) {
         const int64_t begin = cut(thread, n), end = cut(thread + 1, n);
         Math::begin();
-        int64_t lo = 0, hi = items;  // the first item that ends after `begin`, or holds no key there
-        while (lo < hi) {
-            int64_t mid = (lo + hi) / 2;
-            if (start[mid + 1] > begin || (start[mid] == start[mid + 1] && start[mid] >= begin)) hi = mid;
-            else lo = mid + 1;
-        }
-        for (int64_t i = lo; i < items && (start[i] < end || (thread == n - 1 && start[i] == end)); i++) {
-            const int s = sequences[i / p.kv_heads];
-            const int rows = (b.query_start[s + 1] - b.query_start[s]) * p.group;
-            const bool opens = start[i] >= begin, closes = start[i + 1] <= end;
-            Unit u{s, int(i % p.kv_heads), 0, rows, opens ? 0 : begin - start[i], (closes ? start[i + 1] : end) - start[i]};
+        for (int64_t i = 0; i < items; i++) {
+            const Item& it = item[i];
+            const int64_t from = it.key_at(begin), to = thread == n - 1 ? it.keys : it.key_at(end);
+            if (from >= to && (it.keys || i % n != thread)) continue;
+            const Unit u{it.sequence, it.kv_head, 0, it.rows, from, to};
             float* out;
             attend_unit<T, Math>(p, u, &out);
-            if (opens && closes) {
+            if (from == 0 && to == it.keys) {
                 write_unit<T, Math>(p, u, out);
                 continue;
             }
-            float* to = parts + size_t(2 * thread + (opens ? 1 : 0)) * part;
-            std::memcpy(to, out, sizeof(float) * width);
-            std::memcpy(to + width, work.tiles[0].most, sizeof(float) * LANES);
-            std::memcpy(to + width + LANES, work.tiles[0].sum, sizeof(float) * LANES);
+            float* at = parts + size_t(2 * thread + (from == 0 ? 1 : 0)) * part;
+            for (int t = 0; t < it.tiles; t++, at += width + 2 * LANES) {
+                std::memcpy(at, out + size_t(t) * width, sizeof(float) * width);
+                std::memcpy(at + width, work.tiles[t].most, sizeof(float) * LANES);
+                std::memcpy(at + width + LANES, work.tiles[t].sum, sizeof(float) * LANES);
+            }
         }
         Math::end();
     };
-    auto merge = [&](int thread, int n) {
-        // A thread merges the cut items that open in its range.
-        for (int64_t i = 0; i < items; i++) {
-            int t = thread;
-            if (!(start[i] >= cut(t, n) && start[i] < cut(t + 1, n) && start[i + 1] > cut(t + 1, n))) continue;
-            const int s = sequences[i / p.kv_heads];
-            Unit u{s, int(i % p.kv_heads), 0, (b.query_start[s + 1] - b.query_start[s]) * p.group, 0, 0};
-            float* sum = parts + size_t(2 * t + 1) * part;
-            for (t++; t < n && cut(t, n) < start[i + 1]; t++) {
-                if (cut(t, n) == cut(t + 1, n)) continue;
-                const float* other = parts + size_t(2 * t) * part;
-                for (int l = 0; l < u.rows; l++) {
-                    float a = sum[width + l], c = other[width + l], m = a > c ? a : c;
-                    float x = std::exp2(a - m), y = std::exp2(c - m);
-                    sum[width + l] = m;
-                    sum[width + LANES + l] = sum[width + LANES + l] * x + other[width + LANES + l] * y;
-                    for (int d = 0; d < p.dim; d++) {
-                        int at = Math::transposed ? d * LANES + l : l * p.dim + d;
-                        sum[at] = sum[at] * x + other[at] * y;
-                    }
-                }
+    // Joins a later part of an item to an earlier one.
+    auto join = [&](float* sum, const float* other, int tiles) {
+        for (int t = 0; t < tiles; t++, sum += width + 2 * LANES, other += width + 2 * LANES) {
+            alignas(64) float x[LANES], y[LANES];
+            const f32x16 a = load16(sum + width), c = load16(other + width), m = max16(a, c);
+            store16(x, exp2_16(a - m));
+            store16(y, exp2_16(c - m));
+            store16(sum + width, m);
+            store16(sum + width + LANES, load16(sum + width + LANES) * load16(x) + load16(other + width + LANES) * load16(y));
+            for (int d = 0; d < width; d += LANES) {
+                const f32x16 u = Math::single ? splat(x[d / p.dim]) : load16(x);
+                const f32x16 v = Math::single ? splat(y[d / p.dim]) : load16(y);
+                store16(sum + d, load16(sum + d) * u + load16(other + d) * v);
             }
-            std::memcpy(work.tiles[0].sum, sum + width + LANES, sizeof(float) * LANES);
-            write_unit<T, Math>(p, u, sum);
+        }
+    };
+    auto merge = [&](int thread, int n) {  // the item that this thread began and another ended
+        for (int64_t i = 0; i < items; i++) {
+            const Item& it = item[i];
+            int t = thread;
+            if (it.key_at(cut(t, n)) != 0 || it.key_at(cut(t + 1, n)) == 0 || t == n - 1) continue;
+            if (it.key_at(cut(t + 1, n)) == it.keys) continue;
+            float* sum = parts + size_t(2 * t + 1) * part;
+            for (t++; t < n; t++) {
+                const int64_t from = it.key_at(cut(t, n)), to = t == n - 1 ? it.keys : it.key_at(cut(t + 1, n));
+                if (from < to) join(sum, parts + size_t(2 * t) * part, it.tiles);
+            }
+            for (int k = 0; k < it.tiles; k++)
+                std::memcpy(work.tiles[k].sum, sum + k * (width + 2 * LANES) + width + LANES, sizeof(float) * LANES);
+            write_unit<T, Math>(p, Unit{it.sequence, it.kv_head, 0, it.rows, 0, 0}, sum, width + 2 * LANES);
         }
     };
     if (threads == 1) {
@@ -717,32 +830,20 @@ void attend_few(const Problem& p, const int* sequences, int count) {
     }
 }
 
-template <class T, class Many, class Few>
+template <class T, class Many, class Single>
 void attend(const Problem& p) {
     const Batch& b = *p.batch;
-    static thread_local std::vector<int> many, few;
-    many.clear();
+    static thread_local std::vector<int> single, few, many;
+    single.clear();
     few.clear();
+    many.clear();
     for (int s = 0; s < b.sequences; s++) {
         const int rows = (b.query_start[s + 1] - b.query_start[s]) * p.group;
-        if (rows > LANES)
-            many.push_back(s);
-        else if (rows)
-            few.push_back(s);
+        if (rows) (rows <= LANES ? single : rows <= LANES * UNIT_TILES ? few : many).push_back(s);
     }
     if (!many.empty()) attend_many<T, Many>(p, many);
-    // Sequences of a kind together: the layout of the output depends on the lanes in use.
-    size_t i = 0;
-    while (i < few.size()) {
-        size_t j = i;
-        auto small = [&](size_t n) { return (b.query_start[few[n] + 1] - b.query_start[few[n]]) * p.group <= 8; };
-        while (j < few.size() && small(j) == small(i)) j++;
-        if (small(i))
-            attend_few<T, Few>(p, few.data() + i, int(j - i));
-        else
-            attend_few<T, Many>(p, few.data() + i, int(j - i));
-        i = j;
-    }
+    if (!few.empty()) attend_few<T, Many>(p, few.data(), int(few.size()));
+    if (!single.empty()) attend_few<T, Single>(p, single.data(), int(single.size()));
 }
 
 }  // namespace
@@ -757,7 +858,7 @@ EXPORT void ostinato_attend(const Problem* problem) {
     }
 #ifdef OSTINATO_AMX
     if (amx_allowed && p.dim % 16 == 0) {
-        attend<bf16, Amx<false>, Amx<true>>(p);
+        attend<bf16, Amx, AmxSingle>(p);
         return;
     }
 #endif

@@ -26,7 +26,8 @@ from ostinato.models.tokenizer import Tokenizer
 from ostinato.prompt.span import SpanKind
 
 DEFAULT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """ChatML, for models that bring no chat template (base models, mostly)."""
@@ -147,8 +148,8 @@ class _Chat:
         rendered = self._render([self._without_special(text) for text in self._contents])
         if self._special.findall(rendered) != self._special.findall(marked):
             raise InvalidRequestError(
-                "A message's content, as the model's chat template changes it, would hold a special token of the "
-                "model. Remove such tokens from the content.",
+                "A message's content, as the model's chat template changes it, would hold a special token of "
+                "the model. Remove such tokens from the content.",
                 param="messages",
             )
         return [Segment(rendered, is_template=True, kind="template")]
@@ -299,7 +300,8 @@ def _compiled(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals.update({"raise_exception": _raise_exception, "strftime_now": _strftime_now})
+    functions: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals.update(functions)
     try:
         return environment.from_string(template)
     except jinja2.TemplateError as error:

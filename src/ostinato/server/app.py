@@ -100,13 +100,16 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continue a text."""
         check_model(body.model)
+        prompts = body.prompts() if body.echo else []
+        # Many token ids take a while to become text; the event loop serves others meanwhile.
+        echoes = await asyncio.to_thread(lambda: [_text(engine, prompt) for prompt in prompts])
         answer = CompletionAnswer(
             engine.model_name,
             system_fingerprint,
             choices=body.choices,
             include_usage=body.include_usage,
             logprobs=body.logprobs is not None,
-            echoes=[_text(engine, prompt) for prompt in body.prompts()] if body.echo else (),
+            echoes=echoes,
         )
         return await respond(request, body, answer)
 

@@ -38,6 +38,7 @@ Text = Annotated[str, AfterValidator(_unicode)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[Text, Field(min_length=1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 # What a client may ask for that would change the answer and that is not built, with the values that ask
 # for nothing. Refused rather than ignored: a client that wants JSON and gets prose has no way to notice.
@@ -105,7 +106,7 @@ class GenerationRequest(BaseModel):
     frequency_penalty: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
