@@ -13,6 +13,10 @@ import uvicorn
 from ostinato import Engine
 from ostinato.server.app import create_app
 
+MODEL = "smollm2-135m"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
 DEADLINE = 60.0
 """Seconds after which a test gives up waiting: far more than needed, so that only a hang fails."""
 

@@ -16,9 +16,7 @@ import openai
 import pytest
 
 import ostinato
-from server_fixtures import DEADLINE
-
-MODEL = "smollm2-135m"
+from server_fixtures import DEADLINE, MODEL
 
 
 def command(*arguments: str) -> list[str]:

@@ -67,8 +67,8 @@ struct Block {
         high = INT32_MIN;
         contiguous = ordered = true;
     }
-    int add(const Visible& v, int skip) {
-        int n = v.length - skip < KEYS - count ? v.length - skip : KEYS - count;
+    int add(const Visible& v, int skip, int limit) {
+        int n = v.length - skip < limit - count ? v.length - skip : limit - count;
         int s = v.slot + skip, p = v.position + skip;
         if (count && s != slot[count - 1] + 1) contiguous = false;
         if (count && p != position[count - 1] + 1) ordered = false;
@@ -83,8 +83,8 @@ struct Block {
 
 // Calls f(block) for the keys from..to (in visible order) of a sequence.
 template <class F>
-INLINE void each_block(const Batch& b, int sequence, int64_t low, int64_t high, int64_t from, int64_t to, Block& block,
-                       F f) {
+INLINE void each_block(const Batch& b, int sequence, int64_t low, int64_t high, int64_t from, int64_t to, int limit,
+                       Block& block, F f) {
     block.clear();
     int64_t at = 0;
     for (int r = b.run_start[sequence]; r < b.run_start[sequence + 1] && at < to; r++) {
@@ -92,8 +92,8 @@ INLINE void each_block(const Batch& b, int sequence, int64_t low, int64_t high, 
         if (at + v.length > to) v.length = int(to - at);
         int skip = at < from ? int(from - at < v.length ? from - at : v.length) : 0;
         while (skip < v.length) {
-            skip += block.add(v, skip);
-            if (block.count == KEYS) {
+            skip += block.add(v, skip, limit);
+            if (block.count == limit) {
                 f(block);
                 block.clear();
             }
@@ -202,12 +202,19 @@ template <class T>
 struct Plain {
     static constexpr bool single = false;
     static constexpr bool fast = false;
+    static constexpr int keys = 64;  // a block and what belongs to it fit the first-level cache
     using Query = float;
 
     static int query_size(int dim) { return dim * LANES; }
 
-    static void load_query(float* qt, int lane, const T* row, int dim) {
-        for (int d = 0; d < dim; d++) qt[d * LANES + lane] = to_float(row[d]);
+    static void load_query(float* qt, const T* const* rows, int lanes, int dim) {
+        for (int l = 0; l < lanes; l++)
+            for (int d = 0; d < dim; d++) qt[d * LANES + l] = to_float(rows[l][d]);
+    }
+
+    static void write(const float* o, const float* inverse, T* const* rows, int lanes, int dim) {
+        for (int l = 0; l < lanes; l++)
+            for (int d = 0; d < dim; d++) from_float(o[d * LANES + l] * inverse[l], rows[l][d]);
     }
 
     const float *k, *v;
@@ -321,12 +328,36 @@ INLINE __m512i paired(const bf16* a, const bf16* b) {
 struct Amx {
     static constexpr bool single = false;
     static constexpr bool fast = true;
+    static constexpr int keys = KEYS;
     using Query = uint32_t;
 
     static int query_size(int dim) { return round_up(dim, 32) / 2 * LANES; }
 
-    static void load_query(uint32_t* qt, int lane, const bf16* row, int dim) {
-        for (int p = 0; p < dim / 2; p++) std::memcpy(qt + p * LANES + lane, row + 2 * p, 4);
+    static void load_query(uint32_t* qt, const bf16* const* rows, int lanes, int dim) {
+        if (lanes < 5) {
+            for (int l = 0; l < lanes; l++)
+                for (int i = 0; i < dim / 2; i++) std::memcpy(qt + i * LANES + l, rows[l] + 2 * i, 4);
+            return;
+        }
+        for (int d = 0; d < dim; d += 32) {
+            const __mmask16 present = dim - d < 32 ? 0xff : 0xffff;
+            __m512i r[16];
+            for (int l = 0; l < 16; l++)
+                r[l] = l < lanes ? _mm512_maskz_loadu_epi32(present, rows[l] + d) : _mm512_setzero_si512();
+            transpose16(r);
+            for (int i = 0; i < 16; i++) _mm512_store_si512(qt + (d / 2 + i) * LANES, r[i]);
+        }
+    }
+
+    static void write(const float* o, const float* inverse, bf16* const* rows, int lanes, int dim) {
+        const __m512 factor = _mm512_loadu_ps(inverse);
+        for (int d = 0; d < dim; d += 16) {
+            __m512i r[16];
+            for (int i = 0; i < 16; i++)
+                r[i] = (__m512i)_mm512_mul_ps(_mm512_loadu_ps(o + (d + i) * LANES), factor);
+            transpose16(r);
+            for (int l = 0; l < lanes; l++) store16(rows[l] + d, (f32x16)r[l]);
+        }
     }
 
     const bf16* k;
@@ -476,11 +507,24 @@ struct Amx {
 // nothing for lanes that hold no query.  Output [lane][dim].
 struct AmxSingle : Amx {
     static constexpr bool single = true;
+    static constexpr int keys = 64;
     const bf16* v;
 
     void load_block(const bf16* kb, const bf16* vb, const Block& b, int dim) {
         load_keys(kb, b, dim);
         v = vb;
+    }
+
+    static void write(const float* o, const float* inverse, bf16* const* rows, int lanes, int dim) {
+        for (int l = 0; l < lanes; l++)
+            for (int d = 0; d < dim; d += 16) store16(rows[l] + d, load16(o + l * dim + d) * inverse[l]);
+    }
+
+    // Asks for the first lines of every page of a block; the hardware then fetches ahead by itself.
+    static INLINE void wake(const bf16* at, int dim) {
+        for (int page = 0; page < keys * dim * 2; page += 4096)
+            for (int line = 0; line < 512; line += 64)
+                __builtin_prefetch(reinterpret_cast<const char*>(at) + page + line, 0, 2);
     }
 
     // Rows of 16 lanes, 16 of them, to one vector of 16 keys for each of `lanes` lanes.
@@ -514,6 +558,7 @@ struct AmxSingle : Amx {
         float* rows = columns + KEYS * LANES;
         bf16* weights = work.weights.get<bf16>(KEYS * LANES);
         uint32_t* pairs = work.value.get<uint32_t>(size_t(KEYS) / 32 * dims * 256);
+        wake(v + int64_t(b.slot[0]) * dim, dim);
         scores(query, n, dim, columns);
         for (int j = 0; j < padded; j += 2) {
             const bf16* x = j < n ? v + int64_t(b.slot[j]) * dim : nullptr;
@@ -521,16 +566,12 @@ struct AmxSingle : Amx {
             uint32_t* to = pairs + j / 32 * dims * 256 + j % 32 / 2 * 16;
             if (y) {
                 for (int d = 0; d < dims; d++) _mm512_store_si512(to + d * 256, paired(x + 16 * d, y + 16 * d));
-                // Most likely the next block lies right behind this one.
-                for (int d = 0; d < dim; d += 16) {
-                    __builtin_prefetch(x + KEYS * dim + 2 * d, 0, 2);
-                    __builtin_prefetch(k + int64_t(j + KEYS) * k_step + 2 * d, 0, 2);
-                }
             } else {
                 for (int d = 0; d < dims; d++)
                     _mm512_store_si512(to + d * 256, paired(x ? x + 16 * d : nullptr, nullptr));
             }
         }
+        wake(k + int64_t(keys) * k_step, dim);  // most likely the next block lies right behind this one
         for (int i = 0; i < round_up(n, 16); i += 16) turn(columns + i * 16, tile.lanes, rows + i);
         const bool masked = b.high > tile.low || (p.window && int64_t(b.low) <= int64_t(tile.high) - p.window);
         for (int l = 0; l < tile.lanes; l++) {
@@ -632,6 +673,7 @@ void attend_unit(const Problem& p, const Unit& u, float** output) {
     std::memset(out, 0, sizeof(float) * size_t(tiles) * width);
     for (int t = 0; t < tiles; t++) {
         Tile& tile = work.tiles[t];
+        const T* rows[LANES];
         tile.lanes = u.rows - t * LANES < LANES ? u.rows - t * LANES : LANES;
         for (int l = 0; l < LANES; l++) {
             const int row = u.first + t * LANES + (l < tile.lanes ? l : tile.lanes - 1);
@@ -640,10 +682,9 @@ void attend_unit(const Problem& p, const Unit& u, float** output) {
             tile.slope[l] = p.slopes ? p.slopes[head] * LOG2E : 0.0f;
             tile.most[l] = LOWEST;
             tile.sum[l] = 0;
-            if (l < tile.lanes)
-                Math::load_query(query + size_t(t) * size, l,
-                                 static_cast<const T*>(p.q) + (int64_t(q) * p.heads + head) * D, D);
+            rows[l] = static_cast<const T*>(p.q) + (int64_t(q) * p.heads + head) * D;
         }
+        Math::load_query(query + size_t(t) * size, rows, tile.lanes, D);
         tile.low = tile.position[0];
         tile.high = tile.position[LANES - 1];
     }
@@ -651,7 +692,7 @@ void attend_unit(const Problem& p, const Unit& u, float** output) {
     const T* vb = static_cast<const T*>(p.v) + u.kv_head * p.v_stride;
     const int64_t low = p.window ? int64_t(work.tiles[0].low) - p.window + 1 : INT32_MIN;
     Math math;
-    each_block(b, u.sequence, low, work.tiles[tiles - 1].high, u.from, u.to, work.block, [&](const Block& block) {
+    each_block(b, u.sequence, low, work.tiles[tiles - 1].high, u.from, u.to, Math::keys, work.block, [&](const Block& block) {
         math.load_block(kb, vb, block, D);
         if constexpr (Math::single) {
             math.step(p, work.tiles[0], query, block, out);
@@ -678,14 +719,18 @@ void attend_unit(const Problem& p, const Unit& u, float** output) {
 template <class T, class Math>
 void write_unit(const Problem& p, const Unit& u, const float* out, int step = 0) {
     const int D = p.dim, start = p.batch->query_start[u.sequence], width = step ? step : round_up(D, 16) * LANES;
-    for (int r = 0; r < u.rows; r++) {
-        const int row = u.first + r, l = r % LANES;
-        const Tile& tile = work.tiles[r / LANES];
-        const float* o = out + size_t(r / LANES) * width;
-        const float inverse = tile.sum[l] > 0 ? 1.0f / tile.sum[l] : 0.0f;
-        T* to = static_cast<T*>(p.out) +
-                (int64_t(start + row / p.group) * p.heads + u.kv_head * p.group + row % p.group) * D;
-        for (int d = 0; d < D; d++) from_float((Math::single ? o[l * D + d] : o[d * LANES + l]) * inverse, to[d]);
+    for (int t = 0; t * LANES < u.rows; t++) {
+        const int lanes = u.rows - t * LANES < LANES ? u.rows - t * LANES : LANES;
+        alignas(64) float inverse[LANES];
+        T* rows[LANES];
+        for (int l = 0; l < LANES; l++) {
+            const float sum = work.tiles[t].sum[l];
+            inverse[l] = sum > 0 ? 1.0f / sum : 0.0f;
+            const int row = u.first + t * LANES + (l < lanes ? l : 0);
+            rows[l] = static_cast<T*>(p.out) +
+                      (int64_t(start + row / p.group) * p.heads + u.kv_head * p.group + row % p.group) * D;
+        }
+        Math::write(out + size_t(t) * width, inverse, rows, lanes, D);
     }
 }
 

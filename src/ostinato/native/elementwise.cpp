@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #if defined(__linux__)
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -151,6 +152,17 @@ EXPORT int32_t ostinato_init() {
     if (amx_allowed) features |= 4;
 #endif
     return features;
+}
+
+// Asks for huge pages under bytes at..at + size, before they are first written: streams of weights or
+// keys then miss the translation cache 512 times less often.
+EXPORT void ostinato_huge_pages(void* at, int64_t size) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    constexpr uintptr_t PAGE = 4096;
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(at) + PAGE - 1) / PAGE * PAGE;
+    const uintptr_t last = (reinterpret_cast<uintptr_t>(at) + uintptr_t(size)) / PAGE * PAGE;
+    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
 }
 
 // flags here and below: 1 bf16; bits 4..7 the activation; bits 8.. the threads.

@@ -41,6 +41,7 @@ _ATTEND = struct.Struct("PPPPPPqqiiiiifii")
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "packed_bytes": (_i64, [_i32] * 3),
     "pack": (None, [_pointer] * 3 + [_i32] * 3 + [_pointer, _i32]),
+    "huge_pages": (None, [_pointer, _i64]),
     "dequantise": (None, [_pointer, _pointer, _i64, _i32]),
     "linear": (None, [ctypes.c_char_p]),
     "rms_norm": (None, [ctypes.c_char_p]),
@@ -123,6 +124,7 @@ class Kernels:
                 function.restype, function.argtypes = result, arguments
                 functions[name] = function
         self._packed_bytes = short["packed_bytes"]
+        self._huge_pages = short["huge_pages"]
         self._pack, self._dequantise = long["pack"], long["dequantise"]
         self._linear, self._linear_long = short["linear"], long["linear"]
         self._rms_norm, self._rms_norm_long = short["rms_norm"], long["rms_norm"]
@@ -142,11 +144,16 @@ class Kernels:
             raise ValueError(f"scale and minimum have to be {(rows, columns // GROUP)}")
         codes, scale, minimum = codes.contiguous(), scale.float().contiguous(), minimum.float().contiguous()
         data = torch.empty(self._packed_bytes(rows, columns, bits), dtype=torch.uint8)
+        self.huge_pages(data)
         self._pack(
             codes.data_ptr(), scale.data_ptr(), minimum.data_ptr(), rows, columns, bits, data.data_ptr(),
             get_num_threads(),
         )  # fmt: skip
         return PackedLinear(rows, columns, bits, data)
+
+    def huge_pages(self, fresh: Tensor) -> None:
+        """Asks for huge pages under a contiguous tensor that was just allocated and not written yet."""
+        self._huge_pages(fresh.data_ptr(), fresh.nbytes)
 
     def dequantise(self, packed: PackedLinear) -> Tensor:
         """The weights as bfloat16 [N, K], for GEMMs over many rows."""

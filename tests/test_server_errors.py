@@ -1,0 +1,186 @@
+"""What the server refuses, and how: OpenAI's error shape for everything, and never a word of internals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ostinato import Engine
+from server_fixtures import CHAT, COMPLETIONS, DEADLINE, MODEL, serving
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    with serving(engine) as url:
+        yield url
+
+
+USER = {"role": "user", "content": "Hi"}
+BAD: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
+    (CHAT, {"messages": []}, 400, "messages", "invalid_value"),
+    (CHAT, {"messages": "Hi"}, 400, "messages", "invalid_value"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content", None),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content", "invalid_value"),
+    (CHAT, {"messages": [USER, {"role": "wizard", "content": ""}]}, 400, "messages[1].role", "invalid_value"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        400,
+        "messages[0].content[0].type",
+        "invalid_value",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+        400,
+        "messages[0].tool_calls",
+        "unsupported_parameter",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        400,
+        "messages[0].content",
+        "invalid_value",
+    ),
+    (CHAT, {"model": "gpt-5", "messages": [USER]}, 404, "model", "model_not_found"),
+    (CHAT, {"model": None, "messages": [USER]}, 400, "model", "invalid_value"),
+    (CHAT, {"temperature": "hot", "messages": [USER]}, 400, "temperature", "invalid_value"),
+    (CHAT, {"temperature": 3, "messages": [USER]}, 400, "temperature", None),
+    (CHAT, {"temperature": True, "messages": [USER]}, 400, "temperature", "invalid_value"),
+    (CHAT, {"max_tokens": 0, "messages": [USER]}, 400, "max_tokens", None),
+    (CHAT, {"max_tokens": 1.5, "messages": [USER]}, 400, "max_tokens", "invalid_value"),
+    (CHAT, {"max_tokens": 1, "max_completion_tokens": 1, "messages": [USER]}, 400, "max_tokens", None),
+    (CHAT, {"top_p": 0, "messages": [USER]}, 400, "top_p", None),
+    (CHAT, {"n": 0, "messages": [USER]}, 400, "n", "invalid_value"),
+    (CHAT, {"n": 129, "messages": [USER]}, 400, "n", "invalid_value"),
+    (CHAT, {"stop": ["x"] * 17, "messages": [USER]}, 400, "stop", "invalid_value"),
+    (CHAT, {"stop": "", "messages": [USER]}, 400, "stop", "invalid_value"),
+    (CHAT, {"top_logprobs": 2, "messages": [USER]}, 400, "top_logprobs", None),
+    (CHAT, {"logprobs": True, "top_logprobs": 21, "messages": [USER]}, 400, "top_logprobs", "invalid_value"),
+    (CHAT, {"logit_bias": {"word": 1}, "messages": [USER]}, 400, "logit_bias", None),
+    (CHAT, {"logit_bias": {"999999999": 1}, "messages": [USER]}, 400, "logit_bias", None),
+    (CHAT, {"logit_bias": {"1": 101}, "messages": [USER]}, 400, "logit_bias.1", "invalid_value"),
+    (CHAT, {"stream_options": {"include_usage": True}, "messages": [USER]}, 400, "stream_options", None),
+    (CHAT, {"stream": True, "temperature": -1, "messages": [USER]}, 400, "temperature", None),
+    (CHAT, {"tools": [{"type": "function"}], "messages": [USER]}, 400, "tools", "unsupported_parameter"),
+    (
+        CHAT,
+        {"response_format": {"type": "json_object"}, "messages": [USER]},
+        400,
+        "response_format",
+        "unsupported_parameter",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "word " * 9000}]},
+        400,
+        "messages",
+        "context_length_exceeded",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "word " * 9000}], "stream": True},
+        400,
+        "messages",
+        "context_length_exceeded",
+    ),
+    (COMPLETIONS, {}, 400, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": 5}, 400, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": []}, 400, "prompt", None),
+    (COMPLETIONS, {"prompt": [[]]}, 400, "prompt", None),
+    (COMPLETIONS, {"prompt": ["a", 1]}, 400, "prompt[1]", "invalid_value"),
+    (COMPLETIONS, {"prompt": [1, -1]}, 400, "prompt[1]", "invalid_value"),
+    (COMPLETIONS, {"prompt": [1, 10**6]}, 400, "prompt", None),
+    (COMPLETIONS, {"prompt": ["a"] * 200}, 400, "n", None),
+    (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo", "unsupported_parameter"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 3}, 400, "best_of", "unsupported_parameter"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "z"}, 400, "suffix", "unsupported_parameter"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "status", "param", "code"), BAD)
+def test_bad_input(
+    url: str, path: str, fields: dict[str, Any], status: int, param: str | None, code: str | None
+) -> None:
+    # Not httpx's json=, which cannot write half a surrogate pair.
+    content = json.dumps({"model": MODEL, "max_tokens": 1} | fields)
+    response = httpx.post(
+        url + path, content=content, headers={"content-type": "application/json"}, timeout=DEADLINE
+    )
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (status, param, code), error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b"", b"[]", b"3", b"\xff", b'{"model": ' + b"9" * 5000 + b"}", b"[" * 99999]
+)
+def test_body_that_is_no_request(url: str, body: bytes) -> None:
+    response = httpx.post(url + CHAT, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_body_that_is_not_json(url: str) -> None:
+    response = httpx.post(url + CHAT, data={"model": MODEL})
+    assert response.status_code == 400
+    assert "application/json" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_large_body(url: str, declared: bool) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "x" * 10_000_000}).encode()
+    pieces = (body[at : at + 65536] for at in range(0, len(body), 65536))
+    headers = {"content-type": "application/json"}
+    response = httpx.post(
+        url + COMPLETIONS, content=body if declared else pieces, headers=headers, timeout=DEADLINE
+    )
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "request_too_large"
+
+
+def test_unknown_url_and_method(url: str) -> None:
+    response = httpx.get(f"{url}/v1/nothing")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
+    response = httpx.get(url + CHAT)
+    assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+
+
+def test_internal_error_shows_nothing(url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("secret detail")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "astream", broken)
+        for stream in (False, True):
+            response = httpx.post(url + CHAT, json={"model": MODEL, "messages": [USER], "stream": stream})
+            assert response.status_code == 500
+            assert response.json()["error"]["type"] == "server_error"
+            assert "secret" not in response.text
+    fine = httpx.post(
+        url + CHAT, json={"model": MODEL, "messages": [USER], "max_tokens": 1}, timeout=DEADLINE
+    )
+    assert fine.status_code == 200
+
+
+def test_api_keys(engine: Engine) -> None:
+    with serving(engine, api_keys=("first-key", "second-key")) as url:
+        assert httpx.get(f"{url}/health").status_code == 200
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first-key"}):
+            response = httpx.get(f"{url}/v1/models", headers=headers)
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        for key in ("first-key", "second-key"):
+            assert openai.OpenAI(base_url=f"{url}/v1", api_key=key).models.list().data
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{url}/v1", api_key="third-key").models.list()
