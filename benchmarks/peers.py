@@ -134,7 +134,9 @@ class LlamaCpp:
         return time.perf_counter() - start
 
     def batch(self, prompts: list[list[int]], count: int) -> float:
-        raise LookupError("its Python binding has no parallel sequences")
+        if len(prompts) > 1:
+            raise LookupError("its Python binding has no parallel sequences")
+        return 1 / self.decode(prompts[0], count)
 
 
 class Transformers:
@@ -307,14 +309,20 @@ def table(medians: dict[str, dict[str, float]], names: list[str]) -> str:
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    names = (
+        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        if info.exists()
+        else []
+    )
     flags = info.read_text() if info.exists() else ""
     extras = [flag for flag in ("avx512_vnni", "avx512_bf16", "amx_bf16") if flag in flags]
     return f"{names[0] if names else platform.processor()} ({', '.join(extras) or 'no AVX-512'})"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m", help="catalogue name or .gguf file")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -337,18 +345,30 @@ def main() -> None:
         peer.stop()
     results |= {key: {"ostinato": values} for key, values in startup.items()}
     medians = {
-        key: {name: statistics.median(values) for name, values in by_peer.items()} for key, by_peer in results.items()
+        key: {name: statistics.median(values) for name, values in by_peer.items()}
+        for key, by_peer in results.items()
     }
     text = table(medians, names)
     print(text)
-    machine = f"{cpu_name()}, {options.threads} threads, {platform.system()}, Python {platform.python_version()}"
+    machine = (
+        f"{cpu_name()}, {options.threads} threads, {platform.system()}, Python {platform.python_version()}"
+    )
     if options.json:
-        report = {"machine": machine, "model": model.name, "peers": notes, "medians": medians, "rounds": results}
+        report = {
+            "machine": machine,
+            "model": model.name,
+            "peers": notes,
+            "medians": medians,
+            "rounds": results,
+        }
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.docs:
         page = options.docs.read_text()
         begin, end = (page.index(marker) for marker in MARKERS)
-        lines = [machine + f", {model.name}, medians of {options.rounds} rounds, {time.strftime('%Y-%m-%d')}.", ""]
+        lines = [
+            machine + f", {model.name}, medians of {options.rounds} rounds, {time.strftime('%Y-%m-%d')}.",
+            "",
+        ]
         lines += [f"* {name}: {note}" for name, note in notes.items()]
         body = "\n".join([MARKERS[0], *lines, "", text, ""])
         options.docs.write_text(page[:begin] + body + page[end:])

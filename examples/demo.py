@@ -1,6 +1,6 @@
 """A long question about a real document, asked twice: cold, then with its prefill cached.
 
-    make demo        or        python examples/demo.py
+make demo        or        python examples/demo.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ console = Console(highlight=False)
 def ask(engine: Engine, title: str) -> Chunk:
     """Stream one answer to the terminal; return its last chunk, which has usage and timing."""
     messages = [
-        {"role": "system", "content": "Answer from this document.\n\n" + DOCUMENT.read_text(encoding="utf-8")},
+        {
+            "role": "system",
+            "content": "Answer from this document.\n\n" + DOCUMENT.read_text(encoding="utf-8"),
+        },
         {"role": "user", "content": QUESTION},
     ]
     console.rule(f"[bold]{title}")

@@ -58,7 +58,12 @@ def _config(family: str) -> Any:
         return t.FalconConfig(**falcon, multi_query=True, parallel_attn=True, bias=False, alibi=False)
     if family == "falcon-new":
         return t.FalconConfig(
-            **falcon, new_decoder_architecture=True, num_kv_heads=2, parallel_attn=True, bias=False, alibi=False
+            **falcon,
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            parallel_attn=True,
+            bias=False,
+            alibi=False,
         )
     if family == "mpt":
         return t.MptConfig(

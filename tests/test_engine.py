@@ -6,8 +6,8 @@ import asyncio
 import functools
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from families import build
-from ostinato import Chunk, Engine, SamplingParams
-from ostinato.errors import EngineClosedError, InvalidRequestError, ModelFormatError, ModelNotFoundError, PromptTooLongError
+from ostinato import Engine, SamplingParams
+from ostinato.engine.engine import Stream
+from ostinato.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    ModelFormatError,
+    ModelNotFoundError,
+    PromptTooLongError,
+)
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 QUESTION = "The capital of France is"
@@ -57,7 +64,11 @@ def test_the_next_turn_hits_the_reply_before_it(engine: Engine) -> None:
     engine.clear_cache()
     messages = [{"role": "user", "content": "Name three colours."}]
     first = engine.generate(messages, SamplingParams(max_tokens=40, temperature=0))
-    turn = [*messages, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And one more?"}]
+    turn = [
+        *messages,
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "And one more?"},
+    ]
     second = engine.generate(turn, GREEDY)
     assert second.usage.cached_tokens >= first.usage.prompt_tokens + len(first.token_ids) - 1
 
@@ -100,6 +111,37 @@ def test_closing_a_stream_frees_its_slots(engine: Engine) -> None:
     wait_idle(engine)
 
 
+def test_a_stream_that_is_never_read_can_be_closed_or_dropped(engine: Engine) -> None:
+    endless = SamplingParams(temperature=0, ignore_eos=True)
+    engine.stream("Never read", endless).close()
+    engine.stream("Dropped at once", endless)
+    wait_idle(engine)
+
+
+def test_closing_while_others_submit_leaves_nobody_waiting() -> None:
+    for delay in range(6):
+        engine = Engine("smollm2-135m", kv_tokens=512)
+        outcomes: list[object] = []
+
+        def ask(engine: Engine = engine, outcomes: list[object] = outcomes) -> None:
+            try:
+                outcomes.append(engine.generate("Once", SamplingParams(temperature=0, ignore_eos=True)))
+            except EngineClosedError as error:
+                outcomes.append(error)
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads[:delay]:
+            thread.start()
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        for thread in threads[delay:]:
+            thread.start()
+        for thread in [closing, *threads]:
+            thread.join(timeout=30)
+            assert not thread.is_alive()
+        assert len(outcomes) == 4
+
+
 def test_stop_strings_are_cut_and_held_back(engine: Engine) -> None:
     whole = engine.generate(QUESTION, GREEDY).text
     stop = whole[4:7]
@@ -134,7 +176,13 @@ def test_seeds_repeat_and_logprobs_are_of_the_model(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [("", "empty"), ([], "empty"), ([10**9], "between 0"), ([-1], "between 0"), ([{"role": "user"}], "content")],
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([10**9], "between 0"),
+        ([-1], "between 0"),
+        ([{"role": "user"}], "content"),
+    ],
 )
 def test_bad_prompts_say_what_is_wrong(engine: Engine, prompt: object, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
@@ -206,7 +254,7 @@ def test_models_that_cannot_be_loaded(tmp_path: Path) -> None:
         Engine("no-such-model")
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"not a gguf file")
-    with pytest.raises(ModelFormatError, match="broken.gguf"):
+    with pytest.raises(ModelFormatError, match=r"broken\.gguf"):
         Engine(str(broken))
 
 
@@ -247,18 +295,32 @@ def interleavings(folder: Path) -> type[RuleBasedStateMachine]:
         def __init__(self) -> None:
             super().__init__()
             self.engine = Engine(
-                str(folder), dtype="float32", kv_tokens=128, block_size=4, max_batch_tokens=11, max_sequences=5
+                str(folder),
+                dtype="float32",
+                kv_tokens=128,
+                block_size=4,
+                max_batch_tokens=11,
+                max_sequences=5,
             )
-            self.open: list[tuple[Generator[Chunk], tuple[int, ...], int]] = []
+            self.open: list[tuple[Stream, tuple[int, ...], int]] = []
             self.history: list[tuple[int, ...]] = []
 
-        @rule(head=st.integers(0, 2), length=st.integers(1, 60), tail=st.integers(2, 5), count=st.integers(1, 16))
+        @rule(
+            head=st.integers(0, 2),
+            length=st.integers(1, 60),
+            tail=st.integers(2, 5),
+            count=st.integers(1, 16),
+        )
         def submit(self, head: int, length: int, tail: int, count: int) -> None:
-            prompt = tuple((head * 37 + i * 11) % 250 + 2 for i in range(length)) + (tail,)
+            prompt = (*((head * 37 + i * 11) % 250 + 2 for i in range(length)), tail)
             self._start(prompt, count)
 
         @precondition(lambda self: self.history)
-        @rule(data=st.data(), more=st.lists(st.integers(2, 250), min_size=1, max_size=6), count=st.integers(1, 12))
+        @rule(
+            data=st.data(),
+            more=st.lists(st.integers(2, 250), min_size=1, max_size=6),
+            count=st.integers(1, 12),
+        )
         def next_turn(self, data: st.DataObject, more: list[int], count: int) -> None:
             prompt = (*data.draw(st.sampled_from(self.history)), *more)
             if len(prompt) + count <= 128:
@@ -277,7 +339,9 @@ def interleavings(folder: Path) -> type[RuleBasedStateMachine]:
         @rule(data=st.data(), chunks=st.integers(0, 3))
         def cancel(self, data: st.DataObject, chunks: int) -> None:
             stream, prompt, count = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-            got = [token for _, chunk in zip(range(chunks), stream, strict=False) for token in chunk.token_ids]
+            got = [
+                token for _, chunk in zip(range(chunks), stream, strict=False) for token in chunk.token_ids
+            ]
             assert tuple(got) == uncached(prompt, count)[: len(got)]
             stream.close()
 

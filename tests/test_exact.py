@@ -83,16 +83,18 @@ def our_logits(folder: Path, chunks: list[list[int]], *, scattered: bool, native
             slots=torch.tensor([blocks[i // 8] * 8 + i % 8 for i in range(done, end)], dtype=torch.int32),
             runs=(runs,),
         )
-        parts.append(decoder.forward(torch.tensor(chunk), partial(attend, pool, batch, compiled), torch.arange(len(chunk))))
+        parts.append(
+            decoder.forward(
+                torch.tensor(chunk), partial(attend, pool, batch, compiled), torch.arange(len(chunk))
+            )
+        )
         done = end
     return torch.cat(parts)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
-def test_logits_equal_transformers(
-    family: Callable[[str], Family], name: str, native: bool
-) -> None:
+def test_logits_equal_transformers(family: Callable[[str], Family], name: str, native: bool) -> None:
     model, folder = family(name)
     tokens = prompt_tokens(90)
     with torch.inference_mode():

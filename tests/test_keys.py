@@ -35,7 +35,11 @@ def test_every_part_of_the_model_is_in_the_root() -> None:
         (*base[:4], 32),
     ]
     roots = {root_key(model_fingerprint(*fields)) for fields in [base, *others]}
-    roots |= {root_key(model_fingerprint(*base), kind="module", start=s, context=c) for s in (0, 5) for c in (b"", b"c")}
+    roots |= {
+        root_key(model_fingerprint(*base), kind="module", start=s, context=c)
+        for s in (0, 5)
+        for c in (b"", b"c")
+    }
     assert len(roots) == 10
 
 
@@ -52,6 +56,10 @@ def test_keys_are_equal_across_processes() -> None:
     expected = chain_keys(root_key(b"m"), range(64), 16)[-1].hex()
     for seed in ("0", "1"):
         got = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed},
         )
         assert got.stdout.strip() == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,16 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(params=["native", "x86-64-v3", "x86-64"])
+# What an instruction set needs of the machine, as /proc/cpuinfo puts it.
+ARCHITECTURES = {"native": "", "icelake-server": "avx512_vnni", "x86-64-v3": "avx2", "x86-64": "sse2"}
+
+
+def has(flag: str) -> bool:
+    cpu = Path("/proc/cpuinfo")
+    return not flag or (cpu.exists() and flag in cpu.read_text().split())
+
+
+@pytest.fixture(params=[arch for arch, flag in ARCHITECTURES.items() if has(flag)])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     kernels = load(request.param)
     assert kernels is not None, "a compiler is there, so the kernels have to build"
@@ -35,11 +45,15 @@ def close(got: torch.Tensor, want: torch.Tensor, fp32: float = 2e-6, bf16: float
 # ---- linear ----
 
 
-def quantised(rows: int, columns: int, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantised(
+    rows: int, columns: int, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     codes = torch.randint(0, 2**bits, (rows, columns), dtype=torch.uint8)
     scale = (torch.rand(rows, columns // 32) * 0.02 + 1e-3).half().float()
     minimum = (-scale * (2**bits / 2) + torch.randn_like(scale) * 0.01).half().float()
-    weight = codes.double() * scale.double().repeat_interleave(32, 1) + minimum.double().repeat_interleave(32, 1)
+    weight = codes.double() * scale.double().repeat_interleave(32, 1) + minimum.double().repeat_interleave(
+        32, 1
+    )
     return codes, scale, minimum, weight
 
 
@@ -77,7 +91,9 @@ def test_linear(kernels: Kernels, bits: int, shape: tuple[int, int], dtype: torc
         scaled = max(want.abs().max().item(), 1e-3)
         assert (got.double() - want).abs().max().item() < 2e-2 * scaled
         if m <= 8:
-            assert (got.double() - exact).abs().max().item() < (3e-6 if dtype == torch.float32 else 8e-3) * scaled
+            assert (got.double() - exact).abs().max().item() < (
+                3e-6 if dtype == torch.float32 else 8e-3
+            ) * scaled
         assert (wide[:, :2] == 7).all()
         assert (wide[:, 2 + rows :] == 7).all()
 
@@ -182,7 +198,13 @@ class Case:
     """Sequences with runs in shuffled order and gaps between positions; the last run ends in the queries."""
 
     def __init__(
-        self, counts: list[tuple[int, int]], dim: int, group: int, kv_heads: int, dtype: torch.dtype, seed: int = 0
+        self,
+        counts: list[tuple[int, int]],
+        dim: int,
+        group: int,
+        kv_heads: int,
+        dtype: torch.dtype,
+        seed: int = 0,
     ) -> None:
         chance = random.Random(seed)
         total = sum(a + b for a, b in counts)
@@ -232,7 +254,9 @@ class Case:
         out, at = [], 0
         for own, runs in self.sequences:
             slots = torch.cat([torch.arange(s, s + n) for s, n, _ in runs]) if runs else torch.empty(0).long()
-            places = torch.cat([torch.arange(p, p + n) for _, n, p in runs]) if runs else torch.empty(0).long()
+            places = (
+                torch.cat([torch.arange(p, p + n) for _, n, p in runs]) if runs else torch.empty(0).long()
+            )
             q = self.q[at : at + len(own)].double()
             at += len(own)
             k = self.k[:, slots].double().repeat_interleave(self.group, 0)

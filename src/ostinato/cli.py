@@ -10,8 +10,6 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -22,9 +20,9 @@ from rich.table import Column, Table
 
 from ostinato import __version__
 from ostinato.errors import InvalidRequestError, ModelNotFoundError, OstinatoError
+from ostinato.terminal import err, open_engine, progress_bar
 
 if TYPE_CHECKING:
-    from ostinato.engine.engine import Engine
     from ostinato.engine.request import Chunk
 
 app = typer.Typer(
@@ -36,7 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-err = Console(stderr=True)
 
 Model = Annotated[
     str, typer.Argument(help="A name from `ostinato models`, a Hugging Face folder, or a .gguf file.")
@@ -108,7 +105,7 @@ def serve(
     if host not in ("127.0.0.1", "::1", "localhost") and not api_key:
         err.print("[yellow]warning:[/] no --api-key: whoever reaches this address can use the server.")
     try:
-        with _engine(model, kv_tokens, dtype) as engine:
+        with open_engine(model, kv_tokens, dtype) as engine:
             import uvicorn
 
             from ostinato.server.app import create_app
@@ -148,7 +145,7 @@ def generate(
     except UnicodeError:
         _fail("The prompt is not valid UTF-8.", status=2)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    with _engine(model, kv_tokens, dtype) as engine:
+    with open_engine(model, kv_tokens, dtype) as engine:
         chunks: list[Chunk] = []
         for chunk in engine.stream([{"role": "user", "content": text}] if chat else text, params):
             chunks.append(chunk)
@@ -183,7 +180,7 @@ def pull(name: Annotated[str, typer.Argument(help="A name from `ostinato models`
     """Fetch a model of the catalogue into the user's cache folder."""
     from ostinato.models import catalogue
 
-    with _bar(f"Pulling {name}") as progress:
+    with progress_bar(f"Pulling {name}") as progress:
         path = catalogue.pull(name, progress=progress)
     print(path)
 
@@ -202,35 +199,6 @@ def models(as_json: AsJson = False) -> None:
         size, installed = f"{entry.size / 2**20:.0f} MiB", "yes" if entry.path else "no"
         table.add_row(entry.name, size, entry.licence, installed, entry.description)
     Console().print(table)
-
-
-@contextmanager
-def _engine(model: str, kv_tokens: int | None, dtype: str) -> Generator[Engine]:
-    from ostinato.models import catalogue
-
-    with _bar(f"Pulling {model}") as progress:
-        catalogue.resolve(model, progress=progress)
-    with _bar(f"Loading {model}") as progress:
-        from ostinato.engine.engine import Engine
-
-        engine = Engine(model, kv_tokens=kv_tokens, dtype=dtype, progress=progress)
-    with engine:
-        yield engine
-
-
-@contextmanager
-def _bar(description: str) -> Generator[Callable[[int, int], None]]:
-    """A progress bar on standard error, as a function of bytes done and bytes in all; shown once called."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task(escape(description), total=None, visible=False)
-
-        def update(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=True)
-
-        yield update
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -157,7 +157,8 @@ class Index:
 
     def _drop(self, block: Block) -> None:
         """Unregister a cached block, then free it: no key may outlive its KV."""
-        assert block.key is not None and block.users == 0
+        assert block.key is not None
+        assert block.users == 0
         del self._by_key[block.key]
         siblings = self._siblings[block.parent, block.token_ids[0]]
         siblings.remove(block)

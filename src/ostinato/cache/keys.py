@@ -18,9 +18,17 @@ def encode_fields(fields: Iterable[bytes]) -> bytes:
     return b"".join(struct.pack("<Q", len(field)) + field for field in fields)
 
 
-def model_fingerprint(content_hash: bytes, dtype: str, quantisation: str, config: str, block_size: int) -> bytes:
+def model_fingerprint(
+    content_hash: bytes, dtype: str, quantisation: str, config: str, block_size: int
+) -> bytes:
     """Identity of the model as far as KV values go: weights by content, dtype, settings, layout."""
-    fields = (content_hash, dtype.encode(), quantisation.encode(), config.encode(), struct.pack("<Q", block_size))
+    fields = (
+        content_hash,
+        dtype.encode(),
+        quantisation.encode(),
+        config.encode(),
+        struct.pack("<Q", block_size),
+    )
     return hashlib.sha256(b"ostinato model\0" + encode_fields(fields)).digest()
 
 

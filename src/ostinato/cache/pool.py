@@ -38,7 +38,9 @@ class Pool:
         self.block_size = block_size
         self.blocks = blocks
         # Untouched pages cost nothing: the operating system gives memory as slots are first written.
-        self.kv = torch.empty((layers, 2, kv_heads, blocks * block_size, head_dim), dtype=dtype, device=device)
+        self.kv = torch.empty(
+            (layers, 2, kv_heads, blocks * block_size, head_dim), dtype=dtype, device=device
+        )
         self.keys: list[Tensor] = [self.kv[i, 0] for i in range(layers)]
         self.values: list[Tensor] = [self.kv[i, 1] for i in range(layers)]
         self._free = bytearray(b"\1" * blocks)

@@ -124,7 +124,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
-def _attend_torch(q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, layer: AttentionLayer) -> Tensor:
+def _attend_torch(
+    q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, layer: AttentionLayer
+) -> Tensor:
     """The plain PyTorch path: any device, any dtype."""
     out = torch.zeros_like(q)
     positions: list[int] = batch.positions.tolist()
@@ -137,7 +139,14 @@ def _attend_torch(q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch
             part
             for run in runs
             for part in _attend_run(
-                stacked, keys, values, run, batch.positions[rows], positions[rows.start], positions[rows.stop - 1], layer
+                stacked,
+                keys,
+                values,
+                run,
+                batch.positions[rows],
+                positions[rows.start],
+                positions[rows.stop - 1],
+                layer,
             )
         ]
         if parts:
@@ -147,7 +156,14 @@ def _attend_torch(q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch
 
 
 def _attend_run(
-    q: Tensor, keys: Tensor, values: Tensor, run: Run, positions: Tensor, first: int, last: int, layer: AttentionLayer
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    run: Run,
+    positions: Tensor,
+    first: int,
+    last: int,
+    layer: AttentionLayer,
 ) -> list[tuple[Tensor, Tensor]]:
     """Parts (out, log-sum-exp) of stacked queries [kv_heads, group * n, head_dim] over one run.
 
@@ -159,7 +175,9 @@ def _attend_run(
         return []
     # Up to here every query sees every key: no mask. A window's lower edge needs one throughout.
     plain = min(high, first + 1 - run.position)
-    if layer.slopes is not None or (layer.window is not None and last - layer.window + 1 > run.position + low):
+    if layer.slopes is not None or (
+        layer.window is not None and last - layer.window + 1 > run.position + low
+    ):
         plain = low
     parts: list[tuple[Tensor, Tensor]] = []
     if plain > low:
@@ -215,5 +233,6 @@ def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     total = lse.logsumexp(0)
     weights = torch.exp(lse - torch.where(total.isinf(), 0.0, total))
     return sum(
-        (w.unsqueeze(-1) * out.float() for w, (out, _) in zip(weights, parts, strict=True)), start=torch.zeros(())
+        (w.unsqueeze(-1) * out.float() for w, (out, _) in zip(weights, parts, strict=True)),
+        start=torch.zeros(()),
     )

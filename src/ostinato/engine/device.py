@@ -19,7 +19,9 @@ def choose_device(device: str) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        raise InvalidRequestError(f"No device {device!r}: use auto, cpu, cuda or cuda:N.", param="device") from None
+        raise InvalidRequestError(
+            f"No device {device!r}: use auto, cpu, cuda or cuda:N.", param="device"
+        ) from None
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InvalidRequestError("CUDA was asked for, but this PyTorch sees no CUDA device.", param="device")
     return chosen
@@ -35,7 +37,9 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def choose_kv_tokens(asked: int | None, bytes_per_token: int, device: torch.device, context_length: int) -> int:
+def choose_kv_tokens(
+    asked: int | None, bytes_per_token: int, device: torch.device, context_length: int
+) -> int:
     """Size of the KV pool in tokens: as asked, or what fits in a quarter of the free memory."""
     if asked is not None:
         if asked < 1:

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,7 +73,7 @@ class Engine:
         kv_tokens: size of the KV pool in tokens; by default what fits in a quarter of the free memory.
         max_batch_tokens: tokens computed in one step; a long prefill is cut into chunks of at most this.
         max_sequences: requests computed at once; more wait in turn.
-        progress: called with (bytes done, bytes in all) while weights load.
+        progress: called with (bytes done, bytes in all) while the model is fetched, and while it loads.
 
     Raises:
         ModelNotFoundError: no such model.
@@ -92,7 +92,7 @@ class Engine:
         max_sequences: int = 64,
         progress: Progress | None = None,
     ) -> None:
-        path = resolve(model)
+        path = resolve(model, progress=progress)
         self.model_name = model if path.name != model and not Path(model).exists() else path.stem
         self._device = choose_device(device)
         self._dtype = choose_dtype(dtype, self._device)
@@ -136,6 +136,7 @@ class Engine:
         self._totals = {"prompt": 0, "cached": 0, "completion": 0, "finished": 0}
         # Everything that touches the scheduler runs on the engine's thread, as a call from this queue.
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._submitting = threading.Lock()
         self._closed = False
         self._warm()
         self._thread = threading.Thread(target=self._loop, name="ostinato-engine", daemon=True)
@@ -154,17 +155,20 @@ class Engine:
         """
         return _collect(list(self.stream(prompt, params)))
 
-    def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Generator[Chunk]:
-        """Answer `prompt` piece by piece. Closing the iterator cancels the request."""
+    def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Stream:
+        """Answer `prompt` piece by piece. Closing the stream, or dropping it, cancels the request."""
         chunks: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
-        sequence = self._submit(prompt, params, chunks.put)
-        return self._stream(sequence, chunks)
+        sequence = self._prepare(prompt, params)
+        self._enqueue(sequence, chunks.put)
+        return Stream(chunks, partial(self._inbox.put, partial(self._cancel, sequence)))
 
     async def agenerate(self, prompt: PromptLike, params: SamplingParams | None = None) -> Reply:
         """`generate` for asyncio. Cancelling the task cancels the request."""
         return _collect([chunk async for chunk in self.astream(prompt, params)])
 
-    async def astream(self, prompt: PromptLike, params: SamplingParams | None = None) -> AsyncGenerator[Chunk]:
+    async def astream(
+        self, prompt: PromptLike, params: SamplingParams | None = None
+    ) -> AsyncGenerator[Chunk]:
         """`stream` for asyncio. Closing the iterator, or cancelling the task, cancels the request."""
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
@@ -173,8 +177,10 @@ class Engine:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(chunks.put_nowait, item)
 
-        # Tokenising a long prompt takes milliseconds; the event loop serves others meanwhile.
-        sequence = await asyncio.to_thread(self._submit, prompt, params, sink)
+        # Tokenising a long prompt takes milliseconds; the event loop serves others meanwhile. Nothing is
+        # submitted by that thread: the task may be cancelled while it works.
+        sequence = await asyncio.to_thread(self._prepare, prompt, params)
+        self._enqueue(sequence, sink)
         ended = False
         try:
             while not ended:
@@ -213,15 +219,17 @@ class Engine:
     def clear_cache(self) -> int:
         """Forget all KV that no request uses now; returns the number of blocks freed."""
         done: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._inbox.put(lambda: done.put(self.index.clear()))
+        self._put(lambda: done.put(self.index.clear()))
         return done.get()
 
     def close(self) -> None:
         """Stop; requests in flight fail with EngineClosedError. Safe to call twice."""
-        if not self._closed:
+        with self._submitting:
+            if self._closed:
+                return
             self._closed = True
             self._inbox.put(lambda: None)
-            self._thread.join()
+        self._thread.join()
 
     def __enter__(self) -> Engine:
         return self
@@ -234,16 +242,17 @@ class Engine:
         if isinstance(prompt, Prompt):
             return prompt
         if isinstance(prompt, str):
+            self._check_text(len(prompt.encode(errors="replace")))
             return Prompt((Span(tuple(self.tokenizer.encode(prompt))),))
         if prompt and all(isinstance(item, int) for item in prompt):
             return Prompt((Span(tuple(prompt)),))  # pyright: ignore[reportArgumentType]
+        self._check_text(sum(len(str(message)) for message in prompt))
         return Prompt(tuple(Span(tuple(ids), kind) for ids, kind in encode_chat(self.tokenizer, prompt)))  # pyright: ignore[reportArgumentType]
 
     # -- inside -----------------------------------------------------------------------------------------
 
-    def _submit(self, prompt: PromptLike, params: SamplingParams | None, sink: Sink) -> Sequence:
-        if self._closed:
-            raise EngineClosedError("The engine is closed.")
+    def _prepare(self, prompt: PromptLike, params: SamplingParams | None) -> Sequence:
+        """Tokenise and check a request."""
         params = params or SamplingParams()
         tokens = self.encode(prompt).token_ids
         vocab = self.config.vocab_size
@@ -252,33 +261,41 @@ class Engine:
         if not all(0 <= token < vocab for token in tokens):
             raise InvalidRequestError(f"Token ids must be between 0 and {vocab - 1}.", param="prompt")
         if not all(0 <= token < vocab for token in params.logit_bias):
-            raise InvalidRequestError(f"logit_bias names a token id outside 0 to {vocab - 1}.", param="logit_bias")
+            raise InvalidRequestError(
+                f"logit_bias names a token id outside 0 to {vocab - 1}.", param="logit_bias"
+            )
         room = self.max_model_len - len(tokens)
         if room < 1:
-            why = "the model's context" if self.max_model_len == self.config.context_length else "the KV pool"
-            raise PromptTooLongError(
-                f"The prompt has {len(tokens)} tokens; with one to answer, {why} holds {self.max_model_len}. "
-                "Shorten the prompt" + ("." if "context" in why else ", or start with a larger kv_tokens.")
-            )
+            raise self._too_long(f"The prompt has {len(tokens)} tokens")
         max_tokens = min(params.max_tokens or room, room)
-        sequence = Sequence(next(self._ids), tokens, len(tokens), params, self._root, max_tokens)
-        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_token_ids)
-        output = Output(sequence, self.tokenizer, stop, sink)
-        self._inbox.put(partial(self._add, sequence, output))
-        return sequence
+        return Sequence(next(self._ids), tokens, len(tokens), params, self._root, max_tokens)
 
-    def _stream(self, sequence: Sequence, chunks: queue.SimpleQueue[Chunk | Exception]) -> Generator[Chunk]:
-        ended = False
-        try:
-            while not ended:
-                item = chunks.get()
-                ended = isinstance(item, Exception) or item.finish_reason is not None
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        finally:
-            if not ended:
-                self._inbox.put(partial(self._cancel, sequence))
+    def _check_text(self, size: int) -> None:
+        """Refuse text that cannot fit without tokenising it, which takes seconds for megabytes."""
+        if size <= 16 * self.max_model_len:
+            return
+        least = size // self.tokenizer.longest_token
+        if least > self.max_model_len:
+            raise self._too_long(f"The prompt has {size} bytes, at least {least} tokens")
+
+    def _too_long(self, what: str) -> PromptTooLongError:
+        of_model = self.max_model_len == self.config.context_length
+        return PromptTooLongError(
+            f"{what}; with one to answer, {'the context of the model' if of_model else 'the KV pool'} holds "
+            f"{self.max_model_len}. Shorten the prompt{'.' if of_model else ', or start with more kv_tokens.'}"
+        )
+
+    def _enqueue(self, sequence: Sequence, sink: Sink) -> None:
+        params = sequence.params
+        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_token_ids)
+        self._put(partial(self._add, sequence, Output(sequence, self.tokenizer, stop, sink)))
+
+    def _put(self, call: Callable[[], None]) -> None:
+        """Have the engine's thread do `call`; it certainly will, or this raises."""
+        with self._submitting:
+            if self._closed:
+                raise EngineClosedError("The engine is closed.")
+            self._inbox.put(call)
 
     def _warm(self) -> None:
         """Compute once, so that the first request does not pay for the libraries' own start."""
@@ -292,25 +309,22 @@ class Engine:
 
     def _loop(self) -> None:
         while not self._closed:
-            self._read_inbox()
-            if not self._outputs:
-                continue
             try:
-                self._step()
+                self._read_inbox()
+                if self._outputs:
+                    self._step()
             except Exception as error:
                 log.exception("a step failed; its requests are dropped")
                 self._fail_all(error)
+        self._read_inbox()
         self._fail_all(EngineClosedError("The engine was closed."))
 
     def _read_inbox(self) -> None:
         """Run what other threads asked for; with nothing else to do, wait for it."""
-        if not self._outputs:
+        if not self._outputs and not self._closed:
             self._inbox.get()()
-        while True:
-            try:
-                self._inbox.get_nowait()()
-            except queue.Empty:
-                return
+        while not self._inbox.empty():
+            self._inbox.get()()
 
     def _step(self) -> None:
         work = self.scheduler.schedule()
@@ -325,9 +339,6 @@ class Engine:
                 self._finish(sequence)
 
     def _add(self, sequence: Sequence, output: Output) -> None:
-        if self._closed:
-            output.failed(EngineClosedError("The engine was closed."))
-            return
         self._outputs[sequence] = output
         self.scheduler.add(sequence)
 
@@ -350,6 +361,32 @@ class Engine:
         for sequence, output in list(self._outputs.items()):
             output.failed(error)
             self._finish(sequence)
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of one reply. The request is cancelled if this is closed or dropped before its end."""
+
+    def __init__(self, chunks: queue.SimpleQueue[Chunk | Exception], cancel: Callable[[], None]) -> None:
+        self._chunks, self._cancel, self._ended = chunks, cancel, False
+
+    def __next__(self) -> Chunk:
+        if self._ended:
+            raise StopIteration
+        item = self._chunks.get()
+        if isinstance(item, Exception):
+            self._ended = True
+            raise item
+        self._ended = item.finish_reason is not None
+        return item
+
+    def close(self) -> None:
+        """Cancel the request, if it still runs."""
+        if not self._ended:
+            self._ended = True
+            self._cancel()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _close(engine: weakref.ref[Engine]) -> None:

@@ -74,8 +74,9 @@ def _penalised(logits: Tensor, sequence: Sequence) -> Tensor:
     if generated and (params.presence_penalty or params.frequency_penalty):
         ids, counts = torch.tensor(generated, device=logits.device).unique(return_counts=True)
         logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
-    for token, bias in params.logit_bias.items():
-        logits[token] += bias
+    if params.logit_bias:
+        biased = torch.tensor(list(params.logit_bias), device=logits.device)
+        logits[biased] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
     return logits
 
 

@@ -133,7 +133,9 @@ class Scheduler:
     def _grow(self) -> None:
         """Give every running sequence the block its next token needs, preempting the youngest if none is left."""
         for sequence in list(self.running):
-            while sequence in self.running and len(sequence.token_ids) > len(sequence.blocks) * self.block_size:
+            while (
+                sequence in self.running and len(sequence.token_ids) > len(sequence.blocks) * self.block_size
+            ):
                 if self.index.available_blocks:
                     sequence.blocks += self.index.allocate(1, after=sequence.blocks[-1].number)
                 else:

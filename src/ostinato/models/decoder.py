@@ -117,7 +117,11 @@ class Decoder:
                 h = h if layer.ffn_norm is None else layer.ffn_norm(x)
                 x = self._mlp(layer, h, None, residual=layer.o(a, residual=x))
                 continue
-            x = layer.o(a, residual=x) if layer.post_attn_norm is None else layer.post_attn_norm(layer.o(a), x)
+            x = (
+                layer.o(a, residual=x)
+                if layer.post_attn_norm is None
+                else layer.post_attn_norm(layer.o(a), x)
+            )
             if layer.post_ffn_norm is None:
                 x = self._mlp(layer, x, layer.ffn_norm, residual=x)
             else:
@@ -201,7 +205,9 @@ class _Builder:
         config, at = self.config, f"layers.{i}."
         settings = config.layers[i]
         cos, sin = (None, None) if settings.rope is None else self.tables[settings.rope]
-        slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
+        slopes = (
+            None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
+        )
         attention = AttentionLayer(
             index=i,
             heads=config.heads,

@@ -19,7 +19,9 @@ MAX_PACKED_ROWS = 32
 class Norm:
     """RMSNorm or LayerNorm over the last axis; float32 inside."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kind: str, eps: float, kernels: Kernels | None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, kind: str, eps: float, kernels: Kernels | None
+    ) -> None:
         self.weight, self.bias, self.kind, self.eps, self.kernels = weight, bias, kind, eps, kernels
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

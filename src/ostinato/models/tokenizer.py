@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import itertools
 import json
 import re
@@ -150,6 +151,11 @@ class Tokenizer:
             known = self._bytes[token_id] = self._compute_bytes(token_id)
         return known
 
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text has at least its size divided by this many tokens."""
+        return max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size))
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its spelling in the vocabulary."""
         return self._parsing.token_to_id(token)
@@ -232,7 +238,8 @@ _BYTE_OF = _byte_alphabet()
 
 def _encoding(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     try:
-        return tokenizer.encode(text, add_special_tokens=False)
+        # A batch of one: unlike `encode` it releases the GIL, which megabytes of text would hold for seconds.
+        return tokenizer.encode_batch([text], add_special_tokens=False)[0]
     except (UnicodeEncodeError, TypeError) as error:  # the library's versions differ
         raise InvalidRequestError(
             "The text holds half of a surrogate pair, which is no character. Send valid Unicode."

@@ -154,16 +154,22 @@ INLINE bool softmax(Tile& tile, const Block& block, int n, float* scores, uint32
         }
         if (slopes) factor = splat(1.0f);
     }
-    f32x16 a = lowest, b = lowest, c = lowest;
-    int k = 0;
-    for (; k + 4 <= n; k += 4) {
-        most = max16(most, load16(scores + k * LANES));
-        a = max16(a, load16(scores + (k + 1) * LANES));
-        b = max16(b, load16(scores + (k + 2) * LANES));
-        c = max16(c, load16(scores + (k + 3) * LANES));
+    alignas(64) float peak[LANES];
+    for (int part = 0; part < LANES; part += WIDTH) {
+        auto larger = [](f32v a, f32v b) { return a > b ? a : b; };
+        f32v a = f32v{} - INFINITY, b = a, c = a, d = a;
+        int k = 0;
+        for (; k + 4 <= n; k += 4) {
+            const float* s = scores + k * LANES + part;
+            a = larger(a, load_part(s));
+            b = larger(b, load_part(s + LANES));
+            c = larger(c, load_part(s + 2 * LANES));
+            d = larger(d, load_part(s + 3 * LANES));
+        }
+        for (; k < n; k++) a = larger(a, load_part(scores + k * LANES + part));
+        store_part(peak + part, larger(larger(a, b), larger(c, d)));
     }
-    for (; k < n; k++) most = max16(most, load16(scores + k * LANES));
-    most = max16(max16(most, a), max16(b, c)) * factor;
+    most = load16(peak) * factor;
     most = max16(most, before);
     f32x16 sum{}, more{};
 #ifdef OSTINATO_AMX
@@ -181,11 +187,21 @@ INLINE bool softmax(Tile& tile, const Block& block, int n, float* scores, uint32
     }
 #endif
     if (!FAST) {
-        for (int k = 0; k < n; k++) {
-            f32x16 a = exp2_16(load16(scores + k * LANES) * factor - most);
-            sum += a;
-            store16(scores + k * LANES, a);
+        alignas(64) float top[LANES], total[LANES];
+        store16(top, most);
+        const float by = factor[0];
+        for (int part = 0; part < LANES; part += WIDTH) {
+            f32v all{};
+            const f32v m = load_part(top + part);
+            for (int k = 0; k < n; k++) {
+                float* s = scores + k * LANES + part;
+                const f32v e = exp2_part(load_part(s) * by - m);
+                all += e;
+                store_part(s, e);
+            }
+            store_part(total + part, all);
         }
+        sum = load16(total);
     }
     f32x16 shrink = exp2_16(before - most);
     store16(tile.sum, load16(tile.sum) * shrink + (sum + more));
@@ -239,46 +255,42 @@ struct Plain {
 
     template <int N>
     INLINE void score(const float* qt, int dim, int at, float* scores) const {
-        f32x16 s[N] = {};
-        for (int d = 0; d < dim; d++) {
-            f32x16 x = load16(qt + d * LANES);
-            for (int i = 0; i < N; i++) s[i] += x * k[(at + i) * k_step + d];
+        for (int part = 0; part < LANES; part += WIDTH) {
+            f32v s[N] = {};
+            for (int d = 0; d < dim; d++) {
+                const f32v x = load_part(qt + d * LANES + part);
+                for (int i = 0; i < N; i++) s[i] += x * k[(at + i) * k_step + d];
+            }
+            for (int i = 0; i < N; i++) store_part(scores + (at + i) * LANES + part, s[i]);
         }
-        for (int i = 0; i < N; i++) store16(scores + (at + i) * LANES, s[i]);
     }
 
     void scores(const float* qt, int n, int dim, float* out) const {
         int at = 0;
-#ifdef OSTINATO_AVX512
         for (; at + 8 <= n; at += 8) score<8>(qt, dim, at, out);
-#endif
-        for (; at + 4 <= n; at += 4) score<4>(qt, dim, at, out);
         for (; at < n; at++) score<1>(qt, dim, at, out);
     }
 
     template <int N>
-    INLINE void mix(const float* weights, int count, int d, float* output, const f32x16* alpha) const {
-        f32x16 o[N];
-        for (int i = 0; i < N; i++) o[i] = load16(output + (d + i) * LANES);
-        if (alpha)
-            for (int i = 0; i < N; i++) o[i] *= *alpha;
-        for (int j = 0; j < count; j++) {
-            f32x16 p = load16(weights + j * LANES);
-            const float* row = v + j * v_step + d;
-            for (int i = 0; i < N; i++) o[i] += p * row[i];
+    INLINE void mix(const float* weights, int count, int d, float* output, const float* alpha) const {
+        for (int part = 0; part < LANES; part += WIDTH) {
+            f32v o[N];
+            for (int i = 0; i < N; i++) o[i] = load_part(output + (d + i) * LANES + part);
+            if (alpha)
+                for (int i = 0; i < N; i++) o[i] *= load_part(alpha + part);
+            for (int j = 0; j < count; j++) {
+                const f32v p = load_part(weights + j * LANES + part);
+                const float* row = v + j * v_step + d;
+                for (int i = 0; i < N; i++) o[i] += p * row[i];
+            }
+            for (int i = 0; i < N; i++) store_part(output + (d + i) * LANES + part, o[i]);
         }
-        for (int i = 0; i < N; i++) store16(output + (d + i) * LANES, o[i]);
     }
 
     void values(const float* weights, const uint32_t*, int n, int dim, float* output, const float* alpha) const {
-        f32x16 a;
-        if (alpha) a = load16(alpha);
         int d = 0;
-#ifdef OSTINATO_AVX512
-        for (; d + 8 <= dim; d += 8) mix<8>(weights, n, d, output, alpha ? &a : nullptr);
-#endif
-        for (; d + 4 <= dim; d += 4) mix<4>(weights, n, d, output, alpha ? &a : nullptr);
-        for (; d < dim; d++) mix<1>(weights, n, d, output, alpha ? &a : nullptr);
+        for (; d + 8 <= dim; d += 8) mix<8>(weights, n, d, output, alpha);
+        for (; d < dim; d++) mix<1>(weights, n, d, output, alpha);
     }
 
     static void begin() {}

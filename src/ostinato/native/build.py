@@ -25,10 +25,17 @@ import torch  # its OpenMP runtime has to be in the process before ours is looke
 log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
-_FLAGS = (
-    "-O3 -std=c++17 -fPIC -fopenmp -ffp-contract=fast -fno-math-errno -fno-trapping-math"
-    " -fvisibility=hidden -w"
-).split()
+_FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fopenmp",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-w",
+]
 _RUNTIME = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*")
 
 

@@ -41,6 +41,22 @@ typedef float f32x16_any __attribute__((vector_size(64), aligned(4), may_alias))
 typedef int32_t i32x16_any __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t u16x16_any __attribute__((vector_size(32), aligned(2), may_alias));
 
+// The widest vector with registers of its own. A wider one works, but lives in memory; hot loops that have
+// to run on any machine go over the 16 lanes in parts of this width.
+#if defined(OSTINATO_AVX512)
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+typedef float f32v __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t i32v __attribute__((vector_size(4 * WIDTH)));
+typedef float f32v_any __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+INLINE f32v load_part(const float* p) { return *reinterpret_cast<const f32v_any*>(p); }
+INLINE void store_part(float* p, f32v x) { *reinterpret_cast<f32v_any*>(p) = x; }
+
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) {
     uint32_t u = uint32_t(x.bits) << 16;
@@ -125,15 +141,15 @@ INLINE float top16(f32x16 a) {
 }
 
 // 2^x to float accuracy; 0 for x below -126 (minus infinity included).
-INLINE f32x16 exp2_16(f32x16 x) {
-    const f32x16 low = splat(-126.0f);
-    i32x16 alive = x >= low;
+INLINE f32v exp2_part(f32v x) {
+    const f32v low = f32v{} - 126.0f, high = f32v{} + 127.0f;
+    i32v alive = x >= low;
     x = alive ? x : low;
-    x = x > splat(127.0f) ? splat(127.0f) : x;
-    const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    f32x16 shifted = x + magic;
-    f32x16 f = x - (shifted - magic);
-    f32x16 p = splat(1.5252733804e-5f);
+    x = x > high ? high : x;
+    const f32v magic = f32v{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    f32v shifted = x + magic;
+    f32v f = x - (shifted - magic);
+    f32v p = f32v{} + 1.5252733804e-5f;
     p = p * f + 1.5403530393e-4f;
     p = p * f + 1.3333558146e-3f;
     p = p * f + 9.6181291076e-3f;
@@ -141,9 +157,16 @@ INLINE f32x16 exp2_16(f32x16 x) {
     p = p * f + 2.4022650696e-1f;
     p = p * f + 6.9314718056e-1f;
     p = p * f + 1.0f;
-    i32x16 n = (i32x16)shifted - 0x4b400000;
-    p = (f32x16)((i32x16)p + (n << 23));
-    return alive ? p : f32x16{};
+    i32v n = (i32v)shifted - 0x4b400000;
+    p = (f32v)((i32v)p + (n << 23));
+    return alive ? p : f32v{};
+}
+
+INLINE f32x16 exp2_16(f32x16 x) {
+    alignas(64) float t[16];
+    store16(t, x);
+    for (int i = 0; i < 16; i += WIDTH) store_part(t + i, exp2_part(load_part(t + i)));
+    return load16(t);
 }
 
 INLINE f32x16 exp_16(f32x16 x) { return exp2_16(x * 1.44269504089f); }

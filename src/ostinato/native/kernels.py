@@ -52,7 +52,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class _PackedStruct(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("rows", _i32),
         ("columns", _i32),
         ("bits", _i32),
@@ -77,10 +77,13 @@ class PackedLinear:
 
 
 class _BatchStruct(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("sequences", _i32),
         ("most_queries", _i32),
-        *((name, _pointer) for name in ("query_start", "positions", "run_start", "slot", "length", "position")),
+        *(
+            (name, _pointer)
+            for name in ("query_start", "positions", "run_start", "slot", "length", "position")
+        ),
     ]
 
 
@@ -123,6 +126,8 @@ class Kernels:
                 function = getattr(handle, f"ostinato_{name}")
                 function.restype, function.argtypes = result, arguments
                 functions[name] = function
+        self.crossover = 512 if "amx" in self.features else 64 if "vnni" in self.features else 16
+        """From about this many rows on, a GEMM over `dequantise`d weights is faster than `linear`."""
         self._packed_bytes = short["packed_bytes"]
         self._huge_pages = short["huge_pages"]
         self._pack, self._dequantise = long["pack"], long["dequantise"]
