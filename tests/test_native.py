@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ostinato.native import build
 from ostinato.native.kernels import AttentionBatch, Kernels, load
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
@@ -347,3 +348,48 @@ def test_one_thread_or_two(kernels: Kernels) -> None:
             Case([(1, 900), (1, 5), (1, 400)], 64, 3, 3, torch.bfloat16).check(kernels)
     finally:
         torch.set_num_threads(threads)
+
+
+# ---- build ----
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSTINATO_NATIVE", "0")
+    assert build.load.__wrapped__() is None
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/g++", "false"])
+def test_no_compiler(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path))
+    assert build.load.__wrapped__() is None
+    assert len(caplog.records) == 1
+    assert "using PyTorch" in caplog.text
+
+
+def test_failed_compile_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path))
+    assert build.load.__wrapped__("no-such-machine") is None
+    assert len(caplog.records) == 1
+    assert list((tmp_path / "native").iterdir()) == []
+
+
+def test_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path))
+    first = build.load.__wrapped__("x86-64")
+    files = list((tmp_path / "native").iterdir())
+    second = build.load.__wrapped__("x86-64")
+    assert first is not None
+    assert second is not None
+    assert len(files) == 1
+    assert list((tmp_path / "native").iterdir()) == files
+
+
+def test_one_openmp_runtime(kernels: Kernels) -> None:
+    assert kernels.crossover
+    maps = Path("/proc/self/maps").read_text()
+    assert len(set(build._RUNTIME.findall(maps))) == 1

@@ -173,11 +173,21 @@ INLINE f32x16 exp_16(f32x16 x) { return exp2_16(x * 1.44269504089f); }
 
 enum Activation { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3 };
 
-INLINE f32x16 silu16(f32x16 x) { return x / (exp_16(-x) + 1.0f); }
+// 1 / x to float accuracy, for 1 <= x.
+INLINE f32x16 inverse16(f32x16 x) {
+#ifdef OSTINATO_AVX512
+    const f32x16 r = (f32x16)_mm512_rcp14_ps((__m512)x);
+    return r * (2.0f - x * r);
+#else
+    return 1.0f / x;
+#endif
+}
+
+INLINE f32x16 silu16(f32x16 x) { return x * inverse16(exp_16(-x) + 1.0f); }
 
 INLINE f32x16 gelu_tanh16(f32x16 x) {
     f32x16 u = x * (x * x * 0.044715f + 1.0f) * 1.5957691216f;  // 2 * sqrt(2 / pi)
-    return x / (exp_16(-u) + 1.0f);
+    return x * inverse16(exp_16(-u) + 1.0f);
 }
 
 INLINE f32x16 gelu16(f32x16 x) {

@@ -1,11 +1,11 @@
-"""A prompt as the engine sees it: spans of token ids, each of one kind."""
+"""A prompt as the engine sees it: chains of tokens, each with its positions and what it may look at."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-SpanKind = Literal["text", "system", "tools", "template", "user", "assistant", "tool"]
+SpanKind = Literal["text", "system", "tools", "template", "user", "assistant", "tool", "document"]
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,45 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """What a request asks the model to continue; its tokens stand at positions 0, 1, 2, …"""
+class View:
+    """What a chain sees of an earlier one: tokens number `start` to `end` (excluded; None is all)."""
+
+    chain: int
+    start: int = 0
+    end: int | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Tokens at consecutive positions from `start`, which see the `sees` of earlier chains and themselves.
+
+    What is seen always precedes in position: a token at position p looks at positions up to p. The chain's
+    root is the hash of exactly that context, so the KV of a chain is reused wherever context, position and
+    tokens are the same.
+    """
 
     spans: tuple[Span, ...]
+    start: int = 0
+    sees: tuple[View, ...] = ()
+    name: str = ""
+    """For reports: the path of a module ("city/paris"), or empty for text."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token for span in self.spans for token in span.token_ids)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a request asks the model to continue: `chains` in order of position; the reply continues the last."""
+
+    chains: tuple[Chain, ...]
 
     @property
     def token_ids(self) -> list[int]:
-        return [token for span in self.spans for token in span.token_ids]
+        return [token for chain in self.chains for token in chain.token_ids]
+
+
+def plain(*spans: Span) -> Prompt:
+    """An ordinary prompt: one chain from position 0."""
+    return Prompt((Chain(spans),))
