@@ -23,6 +23,7 @@ from ostinato.cache.pool import Pool, Run
 from ostinato.engine.attention import AttentionBatch, attend
 from ostinato.models.catalogue import resolve
 from ostinato.models.decoder import Decoder
+from ostinato.models.linear import Backend
 from ostinato.models.weights import load_model_files
 from ostinato.native import kernels
 
@@ -61,9 +62,7 @@ def our_logits(folder: Path, chunks: list[list[int]], *, scattered: bool, native
     device = torch.device("cpu")
     total = sum(map(len, chunks))
     compiled = kernels.load() if native else None
-    decoder = Decoder(
-        config, weights, dtype=torch.float32, device=device, max_positions=total, kernels=compiled
-    )
+    decoder = Decoder(config, weights, Backend(torch.float32, device, compiled, 512), max_positions=total)
     pool = Pool(
         layers=len(config.layers), kv_heads=config.kv_heads, head_dim=config.head_dim, blocks=64,
         block_size=8, dtype=torch.float32, device=device,

@@ -31,6 +31,7 @@ from ostinato.engine.sequence import Sequence
 from ostinato.errors import EngineClosedError, InvalidRequestError, PromptTooLongError
 from ostinato.models.catalogue import resolve
 from ostinato.models.decoder import Decoder
+from ostinato.models.linear import Backend
 from ostinato.models.tokenizer import Tokenizer
 from ostinato.models.weights import QuantTensor, content_hash, load_model_files
 from ostinato.native import kernels
@@ -109,14 +110,9 @@ class Engine:
         )
         self.fingerprint = fingerprint.hex()
         self._root = root_key(fingerprint)
-        decoder = Decoder(
-            config,
-            weights,
-            dtype=self._dtype,
-            device=self._device,
-            max_positions=self.max_model_len,
-            kernels=kernels.load() if self._device.type == "cpu" else None,
-        )
+        compiled = kernels.load() if self._device.type == "cpu" else None
+        backend = Backend(self._dtype, self._device, compiled, max_batch_tokens)
+        decoder = Decoder(config, weights, backend, max_positions=self.max_model_len)
         pool = Pool(
             layers=len(config.layers),
             kv_heads=config.kv_heads,
@@ -126,6 +122,8 @@ class Engine:
             dtype=self._dtype,
             device=self._device,
         )
+        if compiled is not None:
+            compiled.huge_pages(pool.kv)
         self.index = Index(pool, LRU())
         self.scheduler = Scheduler(self.index, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
         self._runner = Runner(decoder, pool)

@@ -40,7 +40,7 @@ class Runner:
             runs.append(_written(sequence.runs(size), end))
             if item.samples:
                 rows.append(len(tokens) - 1)
-        device = self.decoder.device
+        device = self.decoder.backend.device
         batch = AttentionBatch(
             starts=tuple(starts),
             positions=torch.tensor(positions, dtype=torch.int32, device=device),
@@ -49,7 +49,7 @@ class Runner:
         )
         return self.decoder.forward(
             torch.tensor(tokens, device=device),
-            partial(attend, self.pool, batch, self.decoder.kernels),
+            partial(attend, self.pool, batch, self.decoder.backend.kernels),
             torch.tensor(rows, dtype=torch.int64, device=device),
         )
 

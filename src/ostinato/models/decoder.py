@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor
 from ostinato.engine.attention import AttentionLayer
 from ostinato.errors import ModelFormatError
 from ostinato.models.config import ModelConfig, Rope
-from ostinato.models.linear import Linear, Norm, Weight, activate, stack
+from ostinato.models.linear import Backend, Linear, Norm, Weight, activate, stack
 from ostinato.models.weights import QuantTensor
-from ostinato.native.kernels import Kernels
 
 
 class Attend(Protocol):
@@ -26,18 +25,12 @@ class Attend(Protocol):
 class Projections:
     """Several linear layers that read the same input; their outputs stand side by side."""
 
-    def __init__(
-        self,
-        parts: list[tuple[Weight, Tensor | None]],
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels | None,
-    ) -> None:
+    def __init__(self, parts: list[tuple[Weight, Tensor | None]], backend: Backend) -> None:
         weight = stack([w for w, _ in parts])
         biases = [b for _, b in parts if b is not None]
         if weight is not None and len(biases) in (0, len(parts)):
             parts = [(weight, torch.cat(biases) if biases else None)]
-        self.linears = [Linear(w, b, dtype, device, kernels) for w, b in parts]
+        self.linears = [Linear(w, b, backend) for w, b in parts]
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         if len(self.linears) == 1:
@@ -68,24 +61,22 @@ class Decoder:
         self,
         config: ModelConfig,
         weights: Mapping[str, Weight],
+        backend: Backend,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         max_positions: int,
-        kernels: Kernels | None,
     ) -> None:
         self.config = config
-        self.kernels = kernels
-        self.dtype = dtype
-        self.device = device
-        builder = _Builder(config, weights, dtype, device, max_positions, kernels)
+        self.backend = backend
+        builder = _Builder(config, weights, backend, max_positions)
         self.layers = [builder.layer(i) for i in range(len(config.layers))]
         self.final_norm = builder.required_norm("final_norm")
         embed = builder.take("embed")
-        self.embed = (embed.dequantise() if isinstance(embed, QuantTensor) else embed).to(device, dtype)
+        self.embed = (embed.dequantise() if isinstance(embed, QuantTensor) else embed).to(
+            backend.device, backend.dtype
+        )
         head = weights.get("head", embed)
         # Logits are wanted for a few rows only: a dense copy of a quantised head would never be used.
-        self.head = Linear(head, weights_bias(weights, "head"), dtype, device, kernels, dense=False)
+        self.head = Linear(head, weights_bias(weights, "head"), replace(backend, max_rows=1))
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, attend: Attend, rows: Tensor) -> Tensor:
@@ -99,10 +90,13 @@ class Decoder:
         Returns:
             Logits, [wanted, vocab] float32.
         """
-        config = self.config
+        config, kernels = self.config, self.backend.kernels
+        if kernels is not None:
+            # Dense weights run in PyTorch's OpenMP threads: the kernels between them have to share those.
+            kernels.use_openmp(not self.layers[0].down.prefers_packed(len(token_ids)))
         x = self.embed[token_ids]
         if config.embedding_scale != 1.0:
-            x = x * torch.tensor(config.embedding_scale, dtype=self.dtype)
+            x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
         for layer in self.layers:
             # A parallel block's MLP reads the same normed input; otherwise the norm can go into the projection.
             h = layer.attn_norm(x) if config.parallel_block else x
@@ -158,15 +152,12 @@ class _Builder:
         self,
         config: ModelConfig,
         weights: Mapping[str, Weight],
-        dtype: torch.dtype,
-        device: torch.device,
+        backend: Backend,
         max_positions: int,
-        kernels: Kernels | None,
     ) -> None:
-        self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
-        self.kernels = kernels
+        self.config, self.weights, self.backend, self.device = config, weights, backend, backend.device
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
-        self.tables = {rope: rope_tables(rope, max_positions, device) for rope in ropes}
+        self.tables = {rope: rope_tables(rope, max_positions, self.device) for rope in ropes}
 
     def take(self, name: str) -> Weight:
         key = name if name in self.weights else f"{name}.weight"
@@ -181,7 +172,7 @@ class _Builder:
 
     def linear(self, name: str) -> Linear:
         weight, bias = self.pair(name)
-        return Linear(weight, bias, self.dtype, self.device, self.kernels)
+        return Linear(weight, bias, self.backend)
 
     def norm(self, name: str) -> Norm | None:
         if f"{name}.weight" not in self.weights:
@@ -191,7 +182,7 @@ class _Builder:
     def required_norm(self, name: str) -> Norm:
         weight, bias = self.vector(name), weights_bias(self.weights, name)
         bias = None if bias is None else bias.to(self.device, torch.float32)
-        return Norm(weight, bias, self.config.norm, self.config.norm_eps, self.kernels)
+        return Norm(weight, bias, self.config.norm, self.config.norm_eps, self.backend.kernels)
 
     def vector(self, name: str) -> Tensor:
         weight = self.take(name)
@@ -226,10 +217,10 @@ class _Builder:
         return Layer(
             attention=attention,
             attn_norm=self.required_norm(at + "attn_norm"),
-            qkv=Projections([self.pair(at + name) for name in "qkv"], self.dtype, self.device, self.kernels),
+            qkv=Projections([self.pair(at + name) for name in "qkv"], self.backend),
             o=self.linear(at + "o"),
             ffn_norm=self.norm(at + "ffn_norm"),
-            up=Projections([self.pair(name) for name in up], self.dtype, self.device, self.kernels),
+            up=Projections([self.pair(name) for name in up], self.backend),
             down=self.linear(at + "down"),
             post_attn_norm=self.norm(at + "post_attn_norm"),
             post_ffn_norm=self.norm(at + "post_ffn_norm"),

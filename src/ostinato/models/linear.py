@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,8 +14,18 @@ from ostinato.native.kernels import Kernels, PackedLinear
 
 Weight = Tensor | QuantTensor
 
-MAX_PACKED_ROWS = 32
-"""Up to this many rows the packed weights are faster; above, the dense bfloat16 GEMM is."""
+
+@dataclass(frozen=True)
+class Backend:
+    """Where and how a model computes. `kernels` are the compiled ones, or None for plain PyTorch.
+
+    `max_rows` is the most tokens of one step.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels | None
+    max_rows: int
 
 
 class Norm:
@@ -53,21 +65,13 @@ class Linear:
     """y = f(x) · Wᵀ (+ bias) (+ residual), for W of shape [out, in].
 
     f is a norm, a gated activation, or nothing: on the way in, so that the packed kernel can do it while it
-    quantises x. A quantised weight is kept twice when the CPU kernels are there: packed in 4 or 8 bits,
-    because decode is limited by memory bandwidth, and dense in `dtype`, because prefill is limited by GEMM
-    throughput.
+    quantises x. Quantised weights stay packed in 4 or 8 bits where the CPU kernels are there, because decode is
+    limited by memory bandwidth. Where those kernels lose to a dense GEMM before `max_rows`, as they do
+    without AMX, a dense copy in `dtype` is kept beside them for prefill.
     """
 
-    def __init__(
-        self,
-        weight: Weight,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels | None,
-        *,
-        dense: bool = True,
-    ) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, backend: Backend) -> None:
+        kernels, dtype, device = backend.kernels, backend.dtype, backend.device
         self.kernels = kernels
         self.out_features = (weight.codes if isinstance(weight, QuantTensor) else weight).shape[0]
         self.bias = None if bias is None else bias.to(device, dtype)
@@ -80,7 +84,13 @@ class Linear:
             self.dense = weight.dequantise().to(device, dtype)
         else:
             self.packed = kernels.pack(weight.codes, weight.scale, weight.minimum, weight.bits)
-            self.dense = kernels.dequantise(self.packed) if dense else None
+            self.dense = kernels.dequantise(self.packed) if backend.max_rows > kernels.crossover else None
+
+    def prefers_packed(self, rows: int) -> bool:
+        """Whether the packed weights are faster than dense ones for that many tokens."""
+        if self.packed is None or self.kernels is None:
+            return False
+        return self.dense is None or rows <= self.kernels.crossover
 
     def __call__(
         self,
@@ -93,8 +103,7 @@ class Linear:
         """`x` is [tokens, in], or [tokens, 2 * in] with `gate`; returns [tokens, out]. May overwrite `residual`."""
         if norm is not None and norm.kind != "rms":
             x, norm = norm(x), None
-        if self.packed is not None and (self.dense is None or x.shape[0] <= MAX_PACKED_ROWS):
-            assert self.kernels is not None
+        if self.packed is not None and self.kernels is not None and self.prefers_packed(x.shape[0]):
             out = x.new_empty((x.shape[0], self.out_features))
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return self.kernels.linear(

@@ -117,8 +117,7 @@ void attend_many(const Problem& p, const std::vector<int>& sequences) {
         work_off();
         return;
     }
-#pragma omp parallel num_threads(p.threads)
-    work_off();
+    parallel(p.threads, [&](const Team&) { work_off(); });
 }
 
 thread_local Scratch item_scratch, part_scratch;
@@ -220,13 +219,11 @@ void attend_few(const Problem& p, const int* sequences, int count) {
         run(0, 1);
         return;
     }
-#pragma omp parallel num_threads(threads)
-    {
-        const int thread = omp_get_thread_num(), n = omp_get_num_threads();
-        run(thread, n);
-#pragma omp barrier
-        merge(thread, n);
-    }
+    parallel(threads, [&](const Team& team) {
+        run(team.thread, team.count);
+        team.barrier();
+        merge(team.thread, team.count);
+    });
 }
 
 template <class T, class Many, class Single>

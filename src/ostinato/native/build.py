@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 _FLAGS = [
     "-O3",
-    "-std=c++17",
+    "-std=c++20",
     "-fPIC",
     "-fopenmp",
     "-ffp-contract=fast",

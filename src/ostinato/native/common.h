@@ -4,7 +4,7 @@
 // four SSE ones; intrinsics appear only where an instruction has no portable spelling (VNNI, AMX).
 #pragma once
 
-#include <omp.h>
+#include "threads.h"
 
 #include <cmath>
 #include <cstdint>

@@ -18,12 +18,11 @@ namespace {
 // Rows shared out over threads, or none where the work is too small to wake one up for.
 template <class F>
 void each_row(int64_t rows, int64_t elements, int threads, F f) {
-    if (threads <= 1 || rows < 2 || elements < 32768) {
+    if (threads == 1 || rows < 2 || elements < 32768) {
         for (int64_t i = 0; i < rows; i++) f(i);
         return;
     }
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < rows; i++) f(i);
+    parallel_for(threads, rows, f);
 }
 
 template <class T>

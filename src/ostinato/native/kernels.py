@@ -39,6 +39,7 @@ _ROPE_STORE = struct.Struct("PPPPPPPPPPqqqiiiiiif")
 _ATTEND = struct.Struct("PPPPPPqqiiiiifii")
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "use_openmp": (None, [_i32]),
     "packed_bytes": (_i64, [_i32] * 3),
     "pack": (None, [_pointer] * 3 + [_i32] * 3 + [_pointer, _i32]),
     "huge_pages": (None, [_pointer, _i64]),
@@ -128,6 +129,7 @@ class Kernels:
                 functions[name] = function
         self.crossover = 512 if "amx" in self.features else 64 if "vnni" in self.features else 16
         """From about this many rows on, a GEMM over `dequantise`d weights is faster than `linear`."""
+        self._use_openmp = short["use_openmp"]
         self._packed_bytes = short["packed_bytes"]
         self._huge_pages = short["huge_pages"]
         self._pack, self._dequantise = long["pack"], long["dequantise"]
@@ -136,6 +138,10 @@ class Kernels:
         self._gated, self._gated_long = short["gated"], long["gated"]
         self._rope_store, self._rope_store_long = short["rope_store"], long["rope_store"]
         self._attend, self._attend_long = short["attend"], long["attend"]
+
+    def use_openmp(self, on: bool) -> None:
+        """Whether calls from this thread run in PyTorch's OpenMP threads, or in a pool of their own."""
+        self._use_openmp(on)
 
     def pack(self, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int) -> PackedLinear:
         """Packs weights given as code * scale + minimum.

@@ -179,15 +179,13 @@ void linear(const Packed& w, const X* x, int64_t x_stride, int rows, const Outpu
         work(0, 1);
         return;
     }
-#pragma omp parallel num_threads(threads)
-    {
-        int thread = omp_get_thread_num(), count = omp_get_num_threads();
+    parallel(threads, [&](const Team& team) {
         if (!early) {
-            for (int m = thread; m < rows; m += count) prepare(m);
-#pragma omp barrier
+            for (int m = team.thread; m < rows; m += team.count) prepare(m);
+            team.barrier();
         }
-        work(thread, count);
-    }
+        work(team.thread, team.count);
+    });
 }
 
 }  // namespace
@@ -199,8 +197,7 @@ EXPORT int64_t ostinato_packed_bytes(int32_t rows, int32_t columns, int32_t bits
 EXPORT void ostinato_pack(const uint8_t* codes, const float* scale, const float* minimum, int32_t rows, int32_t columns,
                           int32_t bits, uint8_t* data, int32_t threads) {
     const int groups = columns / GROUP, tiles = (rows + TILE - 1) / TILE;
-#pragma omp parallel for num_threads(threads)
-    for (int t = 0; t < tiles; t++) {
+    parallel_for(threads, tiles, [&](int64_t t) {
         for (int g = 0; g < groups; g++) {
             uint8_t* w = data + (int64_t(t) * groups + g) * group_bytes(bits);
             std::memset(w, 0, group_bytes(bits));
@@ -219,14 +216,13 @@ EXPORT void ostinato_pack(const uint8_t* codes, const float* scale, const float*
                 std::memcpy(w + bits * 64 + 32 + 2 * r, &h[1], 2);
             }
         }
-    }
+    });
 }
 
 EXPORT void ostinato_dequantise(const Packed* packed, bf16* out, int64_t stride, int32_t threads) {
     const Packed& p = *packed;
     const int groups = p.columns / GROUP;
-#pragma omp parallel for num_threads(threads)
-    for (int t = 0; t < p.tiles; t++) {
+    parallel_for(threads, p.tiles, [&](int64_t t) {
         for (int g = 0; g < groups; g++) {
             const uint8_t* w = p.data + (int64_t(t) * groups + g) * group_bytes(p.bits);
             alignas(64) uint8_t codes[TILE * GROUP];
@@ -243,7 +239,7 @@ EXPORT void ostinato_dequantise(const Packed* packed, bf16* out, int64_t stride,
                 store16(o + 16, load16(y + 16));
             }
         }
-    }
+    });
 }
 
 struct LinearCall {

@@ -152,13 +152,11 @@ void linear_amx(const Packed& w, const X* x, int64_t x_stride, int rows, const O
         work(0, 1);
         return;
     }
-#pragma omp parallel num_threads(threads)
-    {
-        const int thread = omp_get_thread_num(), count = omp_get_num_threads();
-        for (int m = thread; m < padded; m += count) prepare(m);
-#pragma omp barrier
-        work(thread, count);
-    }
+    parallel(threads, [&](const Team& team) {
+        for (int m = team.thread; m < padded; m += team.count) prepare(m);
+        team.barrier();
+        work(team.thread, team.count);
+    });
 }
 
 }  // namespace
