@@ -2,7 +2,6 @@
 #include "attention_amx.h"
 #include "attention_plain.h"
 
-#include <atomic>
 #include <vector>
 
 using namespace ostinato;
@@ -103,21 +102,13 @@ void attend_many(const Problem& p, const std::vector<int>& sequences) {
             for (int h = 0; h < p.kv_heads; h++)
                 units.push_back({s, h, first, rows - first < step ? rows - first : step, 0, INT64_MAX});
     }
-    std::atomic<size_t> next{0};
-    auto work_off = [&] {
+    parallel_for(p.threads, int64_t(units.size()), [&](int64_t i) {
         Math::begin();
-        for (size_t i; (i = next.fetch_add(1)) < units.size();) {
-            float* out;
-            attend_unit<T, Math>(p, units[i], &out);
-            write_unit<T, Math>(p, units[i], out);
-        }
+        float* out;
+        attend_unit<T, Math>(p, units[i], &out);
+        write_unit<T, Math>(p, units[i], out);
         Math::end();
-    };
-    if (p.threads == 1 || units.size() == 1) {
-        work_off();
-        return;
-    }
-    parallel(p.threads, [&](const Team&) { work_off(); });
+    });
 }
 
 thread_local Scratch item_scratch, part_scratch;
@@ -219,11 +210,8 @@ void attend_few(const Problem& p, const int* sequences, int count) {
         run(0, 1);
         return;
     }
-    parallel(threads, [&](const Team& team) {
-        run(team.thread, team.count);
-        team.barrier();
-        merge(team.thread, team.count);
-    });
+    parallel_for(threads, threads, [&](int64_t part) { run(int(part), threads); });
+    for (int part = 0; part < threads; part++) merge(part, threads);
 }
 
 template <class T, class Many, class Single>

@@ -15,6 +15,7 @@ namespace ostinato {
 namespace {
 
 constexpr int GROUP = 32;
+constexpr int AHEAD = 16384;  // bytes of weights to ask for before they are needed
 constexpr int TILE = 16;
 constexpr int AMX_ROWS = 11;  // from here on AMX on bf16 beats VNNI on 8 bits
 

@@ -133,10 +133,9 @@ void linear_amx(const Packed& w, const X* x, int64_t x_stride, int rows, const O
         prepare_row(x + m * x_stride, columns, norm, eps, activation, y);
         for (int k = 0; k < columns; k += 16) store16(to + k, load16(y + k));
     };
-    auto work = [&](int thread, int count) {
-        const int pairs = (w.tiles + 1) / 2;
-        const int begin = int64_t(pairs) * thread / count * 2, last = int64_t(pairs) * (thread + 1) / count * 2;
-        const int end = last < w.tiles ? last : w.tiles;
+    parallel_for(threads, padded, prepare);
+    parallel_parts(threads, (w.tiles + 1) / 2, [&](int64_t first, int64_t last) {
+        const int begin = int(first * 2), end = int(last * 2 < w.tiles ? last * 2 : w.tiles);
         amx_begin();
         for (int m = 0; m < rows; m += block) {
             const int n = rows - m < block ? rows - m : block;
@@ -146,16 +145,6 @@ void linear_amx(const Packed& w, const X* x, int64_t x_stride, int rows, const O
                 multiply_tiles_amx<8>(w, begin, end, m, n, xb + int64_t(m) * columns, out);
         }
         amx_end();
-    };
-    if (threads == 1) {
-        for (int m = 0; m < padded; m++) prepare(m);
-        work(0, 1);
-        return;
-    }
-    parallel(threads, [&](const Team& team) {
-        for (int m = team.thread; m < padded; m += team.count) prepare(m);
-        team.barrier();
-        work(team.thread, team.count);
     });
 }
 

@@ -1,8 +1,8 @@
 #include "threads.h"
 
-#include <omp.h>
 #include <pthread.h>
 
+#include <atomic>
 #include <mutex>
 #include <thread>
 
@@ -14,56 +14,70 @@
 #endif
 
 namespace ostinato {
+
+using Body = void (*)(void*, int64_t);
+
+thread_local bool use_openmp = false;
+
 namespace {
 
-// Of the order of 100 µs: more than the time between two kernels of a step, less than anyone would notice.
+// Of the order of 200 µs: more than the time between two kernels of a step, less than anyone would notice.
 constexpr int SPINS = 4000;
-constexpr int MAX_WORKERS = 255;
 
-// Gives the core away now and then, in case the thread waited for is not running.
-void wait_until_equal(const std::atomic<uint32_t>& value, uint32_t wanted) {
-    for (int i = 0; value.load(std::memory_order_acquire) != wanted; i++) {
-        if (i < SPINS)
-            RELAX();
-        else
-            std::this_thread::yield();
-    }
-}
+// The state of a pool is one number, so that joining a job and its end cannot cross: which job it is, whether
+// it is open to workers, and how many of them are in it.
+constexpr uint64_t JOB = uint64_t(1) << 32, OPEN = uint64_t(1) << 31, WORKERS = OPEN - 1;
 
 struct Pool {
     std::mutex busy;
     int workers = 0;
-    void (*body)(void*, const Team&) = nullptr;
+    Body body = nullptr;
     void* context = nullptr;
-    int count = 0;
-    alignas(64) std::atomic<uint32_t> job{0};
-    alignas(64) std::atomic<uint32_t> left{0};
-    alignas(64) std::atomic<uint32_t> arrived{0};
+    int64_t n = 0;
+    alignas(64) std::atomic<uint64_t> state{0};
+    alignas(64) std::atomic<int64_t> next{0};
 
-    void work(int thread, uint32_t seen) {
+    void take() {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) body(context, i);
+    }
+
+    void work(uint64_t seen) {
         for (;;) {
-            for (int i = 0; i < SPINS && job.load(std::memory_order_acquire) == seen; i++) RELAX();
-            while (job.load(std::memory_order_acquire) == seen) job.wait(seen);
-            seen++;
-            if (thread < count) body(context, Team{thread, count, &arrived});
-            left.fetch_sub(1, std::memory_order_release);
+            uint64_t now = state.load(std::memory_order_acquire);
+            for (int i = 0; now / JOB == seen / JOB; i++) {
+                if (i < SPINS)
+                    RELAX();
+                else
+                    state.wait(now);
+                now = state.load(std::memory_order_acquire);
+            }
+            seen = now;
+            while (now / JOB == seen / JOB && (now & OPEN)) {
+                if (!state.compare_exchange_weak(now, now + 1, std::memory_order_acquire)) continue;
+                take();
+                state.fetch_sub(1, std::memory_order_release);
+                break;
+            }
         }
     }
 
-    void run(int threads, void (*f)(void*, const Team&), void* argument) {
-        while (workers < threads - 1 && workers < MAX_WORKERS) {
-            const int thread = ++workers;
-            std::thread([this, thread, seen = job.load()] { work(thread, seen); }).detach();
-        }
+    void run(int threads, int64_t count, Body f, void* argument) {
+        for (; workers < threads - 1; workers++) std::thread([this, seen = state.load()] { work(seen); }).detach();
         body = f;
         context = argument;
-        count = threads < workers + 1 ? threads : workers + 1;
-        arrived.store(0, std::memory_order_relaxed);
-        left.store(uint32_t(workers), std::memory_order_relaxed);
-        job.fetch_add(1, std::memory_order_release);
-        job.notify_all();
-        f(argument, Team{0, count, &arrived});
-        wait_until_equal(left, 0);
+        n = count;
+        next.store(0, std::memory_order_relaxed);
+        // No worker is in a job now: the last one closed when it was empty, and its workers had left.
+        state.store((state.load(std::memory_order_relaxed) / JOB + 1) * JOB | OPEN, std::memory_order_release);
+        state.notify_all();
+        take();
+        state.fetch_and(~OPEN, std::memory_order_acq_rel);
+        for (int i = 0; state.load(std::memory_order_acquire) & WORKERS; i++) {
+            if (i < SPINS)
+                RELAX();
+            else
+                std::this_thread::yield();
+        }
     }
 };
 
@@ -74,33 +88,25 @@ void renew() { pool = new Pool; }
 
 }  // namespace
 
-thread_local bool use_openmp = false;
-
-void Team::barrier() const {
-    arrived->fetch_add(1, std::memory_order_acq_rel);
-    wait_until_equal(*arrived, uint32_t(count));
-}
-
-void run_parallel(int threads, void (*body)(void*, const Team&), void* context) {
+void run_parallel(int threads, int64_t n, Body body, void* context) {
     static std::once_flag once;
     std::call_once(once, [] {
         renew();
         pthread_atfork(nullptr, nullptr, renew);
     });
-    std::atomic<uint32_t> arrived{0};
-    if (use_openmp && threads > 1) {
-#pragma omp parallel num_threads(threads)
-        body(context, Team{omp_get_thread_num(), omp_get_num_threads(), &arrived});
+    if (use_openmp) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+        for (int64_t i = 0; i < n; i++) body(context, i);
         return;
     }
     Pool* mine = pool;
-    // A second caller at the same time works alone rather than waiting.
-    if (threads > 1 && mine->busy.try_lock()) {
-        mine->run(threads, body, context);
+    if (mine->busy.try_lock()) {
+        mine->run(threads, n, body, context);
         mine->busy.unlock();
         return;
     }
-    body(context, Team{0, 1, &arrived});
+    // A second caller at the same time works alone rather than waiting.
+    for (int64_t i = 0; i < n; i++) body(context, i);
 }
 
 }  // namespace ostinato

@@ -41,6 +41,7 @@ _KIND_OF_ROLE: dict[str, SpanKind] = {
     "function": "tool",
 }
 _ZERO_WIDTH_SPACE = "\u200b"
+_KNOWN_TURNS = 1_000
 
 Message = Mapping[str, Any]
 
@@ -104,6 +105,75 @@ def encode_chat(
     return spans
 
 
+class TurnTexts:
+    """What a chat template writes around the contents of turns, apart from the contents themselves."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[tuple[str, ...], tuple[tuple[str, ...], str]] = {}
+
+    def around(self, earlier: Sequence[str], roles: Sequence[str]) -> list[str]:
+        """The texts before, between and after the contents of turns of `roles`, which follow `earlier`.
+
+        The last is empty where the template leaves closing a turn to the next one.
+        """
+        before, after = self._around((*earlier, *roles))
+        texts = [*before[len(earlier) :], after]
+        if earlier:
+            texts[0] = texts[0].removeprefix(self._around(earlier)[1])
+        return texts
+
+    def reply(self, roles: Sequence[str]) -> str:
+        """The text that opens the assistant's turn after turns of `roles`."""
+        texts = self._render(roles, add_generation_prompt=True)
+        return texts[-1].removeprefix(self._around(roles)[1]) if texts else ""
+
+    def _around(self, roles: Sequence[str]) -> tuple[tuple[str, ...], str]:
+        """What stands before each content, and after the last one."""
+        roles = tuple(roles)
+        known = self._known.get(roles)
+        if known is None:
+            if len(self._known) >= _KNOWN_TURNS:
+                self._known.clear()
+            known = self._known[roles] = self._computed(roles)
+        return known
+
+    def _computed(self, roles: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+        refused: InvalidRequestError | None = None
+        try:
+            if texts := self._render(roles):
+                return tuple(texts[:-1]), texts[-1]
+        except InvalidRequestError as error:
+            refused = error
+        # Some templates write a system content only once there is a user's turn to hold it.
+        try:
+            if texts := self._render((*roles, "user")):
+                return tuple(texts[: len(roles)]), ""
+        except InvalidRequestError as error:
+            refused = refused or error
+        turns = ", ".join(roles)
+        raise refused or InvalidRequestError(
+            f"The model's chat template leaves out the content of one of these turns: {turns}.",
+            param="messages",
+        )
+
+    def _render(self, roles: Sequence[str], *, add_generation_prompt: bool = False) -> list[str] | None:
+        """The texts before, between and after the contents; None if the template drops or moves one."""
+        nonce = secrets.token_hex(8)
+        marks = [f"\ue000{nonce}:{index}\ue001" for index in range(len(roles))]
+        messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        rest = _Chat(
+            self._tokenizer, messages, None, {"add_generation_prompt": add_generation_prompt}
+        ).rendered()
+        texts: list[str] = []
+        for mark in marks:
+            before, found, rest = rest.partition(mark)
+            if not found:
+                return None
+            texts.append(before)
+        return [*texts, rest]
+
+
 class _Chat:
     """One chat, checked, ready to be rendered."""
 
@@ -132,6 +202,10 @@ class _Chat:
         self._kinds: list[SpanKind] = [
             _KIND_OF_ROLE.get(cast("str", message["role"]), "user") for message in self._messages
         ]
+
+    def rendered(self) -> str:
+        """What the template makes of the chat as it is."""
+        return self._render(self._contents)
 
     def segments(self) -> list[Segment]:
         # Unguessable, so that no content can pass for a placeholder.

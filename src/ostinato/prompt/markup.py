@@ -98,7 +98,7 @@ class _Reader:
         # Our encoding overrides the one that the document claims.
         self._parser = parser = expat.ParserCreate("utf-8")
         parser.buffer_text = True
-        parser.ordered_attributes = False
+        parser.buffer_size = 2**20
         parser.StartDoctypeDeclHandler = self._doctype
         parser.EntityDeclHandler = self._doctype
         parser.StartElementHandler = self._start
@@ -133,7 +133,7 @@ class _Reader:
             self._root = element
         self._open.append(element)
 
-    def _end(self, tag: str) -> None:
+    def _end(self, _: str) -> None:
         self._open.pop()
 
     def _characters(self, text: str) -> None:
@@ -175,7 +175,7 @@ class _Reader:
             case "undefined entity" if entity:
                 fix = f"{entity[0]} is not defined: {_ENTITIES}. For the text itself write &amp;{entity[0][1:]}."
             case "mismatched tag":
-                inner = self._open[-1]
+                inner, column = self._open[-1], opened
                 fix = (
                     f"this closing tag does not match <{inner.tag}>, opened at {inner.where}. Close it first; if "
                     f"<{inner.tag} is text, {self._escapes}."
@@ -187,6 +187,8 @@ class _Reader:
                 fix = "the document is empty. Write a <schema> or a <prompt>."
             case "duplicate attribute":
                 fix = "the tag has the same attribute twice. Remove one of them."
+            case "syntax error":
+                fix = 'the document does not begin with a tag. Write <schema name="…"> or <prompt>.'
             case "junk after document element":
                 fix = "something stands after the end of the document. There may be one root tag only."
             case _ if "&" in text[max(0, column - 1) : column + 1]:
@@ -291,7 +293,10 @@ def _spaced(text: str, margin: int, before: str, after: str) -> str:
         return "" if "\n" in text or (before, after) == ("block", "block") else text
     text = re.sub(r"\n([ \t]*)", lambda found: "\n" + found[1][margin:], text)
     if before == "block":
-        text = re.sub(r"\A(?:[ \t]*\n)+", "", text)
+        head = text[: len(text) - len(text.lstrip())]
+        text = text[head.rfind("\n") + 1 :]
     if after != "inline":
-        text = re.sub(r"\n\s*\Z", "\n", text)
+        body = text.rstrip()
+        line, newline, _ = text[len(body) :].partition("\n")
+        text = body + line + newline
     return text

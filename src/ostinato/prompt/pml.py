@@ -29,8 +29,10 @@ newline, the contents of turns are stripped; CDATA and the files of `src` are ke
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
+from xml.sax.saxutils import quoteattr
 
 from ostinato.prompt import markup
 from ostinato.prompt.markup import Element
@@ -57,6 +59,7 @@ from ostinato.prompt.schema import (
 MAX_SRC_BYTES = 16 * 2**20
 
 _SCHEMA_TAGS = ("module", "union", "parameter", "scaffold", *ROLES)
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _SRC_FIX = 'put it into a file and write <module src="…">'
 
 
@@ -92,16 +95,22 @@ def parse_prompt(source: str | bytes, *, name: str = "") -> SchemaPrompt:
     return SchemaPrompt(schema, _items(root, top=True), tuple(arguments.items()), where=root.where)
 
 
+def write_schema(schema: Schema) -> str:
+    """PML that `parse_schema` reads as this schema; the text of `src` files is in it."""
+    return f"<schema name={quoteattr(schema.name)}>{_written(schema.children)}</schema>\n"
+
+
 def is_prompt(text: str) -> bool:
     """Whether a text is meant as a PML prompt."""
-    return re.match(r"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<prompt[\s>/]", text, re.DOTALL) is not None
+    text = re.sub(r"\A\s*<\?xml[^>]*>", "", text).lstrip()
+    while text.startswith("<!--"):
+        text = text.partition("-->")[2].lstrip()
+    return re.match(r"<prompt[\s>/]", text) is not None
 
 
 def _children(element: Element, folder: Path | None) -> tuple[Child, ...]:
-    children: list[Child] = []
-    for part in markup.own_texts(element, inline=("parameter",), strip=element.tag in ROLES):
-        children.append(Text(part) if isinstance(part, str) else _child(part, folder))
-    return tuple(children)
+    parts = markup.own_texts(element, inline=("parameter",), strip=element.tag in ROLES)
+    return tuple(Text(part) if isinstance(part, str) else _child(part, folder) for part in parts)
 
 
 def _child(element: Element, folder: Path | None) -> Child:
@@ -262,3 +271,51 @@ def _plain(element: Element, rule: str) -> str:
         )
     strip = element.tag in ROLES
     return "".join(part for part in markup.own_texts(element, strip=strip) if isinstance(part, str))
+
+
+def _written(children: Sequence[Child]) -> str:
+    written = ""
+    for index, child in enumerate(children):
+        neighbours = (child, children[index - 1]) if index else (child,)
+        # Next to a parameter a newline would be text.
+        written += "" if any(isinstance(each, Parameter) for each in neighbours) else "\n"
+        written += _written_child(child)
+    return written if children and isinstance(children[-1], Parameter) else written + "\n"
+
+
+def _written_child(child: Child) -> str:
+    match child:
+        case Text():
+            return _cdata(child.text)
+        case Module():
+            flags = ("" if child.cache else ' cache="false"') + (' isolated="true"' if child.isolated else "")
+            return f"<module name={quoteattr(child.name)}{flags}>{_written(child.children)}</module>"
+        case Union():
+            return f"<union{_scaffold(child.scaffold)}>{_written(child.children)}</union>"
+        case Parameter():
+            name, length = quoteattr(child.name), child.length
+            return f'<parameter name={name} length="{length}"{_scaffold(child.scaffold)}/>'
+        case Scaffold():
+            modules = quoteattr(" ".join(child.modules))
+            return f"<scaffold name={quoteattr(child.name)} modules={modules}/>"
+        case Role():
+            return f"<{child.role}>{_written(child.children)}</{child.role}>"
+
+
+def _scaffold(scaffold: str | None) -> str:
+    return "" if scaffold is None else f" scaffold={quoteattr(_xml(scaffold), {chr(13): '&#13;'})}"
+
+
+def _cdata(text: str) -> str:
+    if text.startswith("\r") or text.endswith("\r"):
+        raise SchemaError("PML cannot hold a text that begins or ends with U+000D. Use JSON.")
+    text = _xml(text).replace("]]>", "]]]]><![CDATA[>")
+    # XML reads a carriage return as a newline unless it is written as a number.
+    text = re.sub("\r+", lambda found: f"]]>{'&#13;' * len(found[0])}<![CDATA[", text)
+    return f"<![CDATA[{text}]]>"
+
+
+def _xml(text: str) -> str:
+    if bad := _NOT_XML.search(text):
+        raise SchemaError(f"PML cannot hold the character U+{ord(bad[0]):04X}. Use JSON, or take it out.")
+    return text

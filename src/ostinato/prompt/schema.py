@@ -19,6 +19,7 @@ RoleName = Literal["system", "user", "assistant"]
 
 MAX_MODULES = 10_000
 MAX_DEPTH = 64
+MAX_SCAFFOLD = 1_000
 MAX_PARAMETER_TOKENS = 1_000_000
 
 ROLES: tuple[str, ...] = get_args(RoleName)
@@ -81,6 +82,12 @@ class Scaffold:
             raise SchemaError(
                 f"Scaffold '{self.name}' must name two or more different modules, such as "
                 'modules="first second".',
+                self.where,
+            )
+        if len(self.modules) > MAX_SCAFFOLD:
+            raise SchemaError(
+                f"Scaffold '{self.name}' names {len(self.modules):,} modules, of which each sees all earlier "
+                f"ones; {MAX_SCAFFOLD:,} is the limit. Name fewer.",
                 self.where,
             )
 
