@@ -111,7 +111,7 @@ def test_names_of_a_closure_and_of_programs_defined_later() -> None:
 
     @prompt_program
     def later(weather: Annotated[str, 3]):
-        f"{weather}"
+        f"{weather}"  # noqa: B021
 
     assert outer.prompt("rain").items == (use("weather-seen", use("later", weather="rain")),)
     assert outer.prompt("sun").items == ()
