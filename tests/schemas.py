@@ -1,4 +1,4 @@
-"""Random schemas and prompts that fit them, and a tokenizer of bytes to lay them out with."""
+"""Random schemas and prompts that fit them, a tokenizer of bytes to lay them out with, and what chains see."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from ostinato.models.tokenizer import Tokenizer
+from ostinato.prompt.layout import Node
+from ostinato.prompt.resolve import Resolved
 from ostinato.prompt.schema import (
     Child,
     Import,
@@ -26,6 +28,7 @@ from ostinato.prompt.schema import (
     scope,
     scope_modules,
 )
+from ostinato.prompt.span import Chain, View
 
 TEXTS = st.text(alphabet="abc \n<&>]é", min_size=1, max_size=12)
 
@@ -143,3 +146,35 @@ def _compatible(content: tuple[Child, ...], paths: list[str]) -> bool:
                 return False
             level, prefix = module.children, f"{prefix}{name}/"
     return True
+
+
+def cells(chains: tuple[Chain, ...], view: View) -> dict[int, int]:
+    """Tokens by position of what a view shows."""
+    chain = chains[view.chain]
+    numbered = list(enumerate(chain.token_ids, chain.start))
+    return dict(numbered[view.start : view.end])
+
+
+def in_sight(chains: tuple[Chain, ...], index: int) -> dict[int, int]:
+    """Tokens by position of what a chain sees; no position may come twice."""
+    seen: dict[int, int] = {}
+    for view in chains[index].sees:
+        assert view.chain < index
+        new = cells(chains, view)
+        assert new, "an empty view"
+        assert seen.keys().isdisjoint(new)
+        seen |= new
+    return seen
+
+
+def whole(resolved: Resolved) -> list[tuple[int, int]]:
+    """What the reply sees: positions and tokens."""
+    chains = resolved.prompt.chains
+    last = in_sight(chains, len(chains) - 1) | cells(chains, View(len(chains) - 1))
+    return sorted(last.items())
+
+
+def nodes(node: Node) -> Iterator[Node]:
+    yield node
+    for child in node.children:
+        yield from nodes(child)

@@ -76,7 +76,7 @@ class Decoder:
         )
         head = weights.get("head", embed)
         # Logits are wanted for a few rows only: a dense copy of a quantised head would never be used.
-        self.head = Linear(head, weights_bias(weights, "head"), replace(backend, max_rows=1))
+        self.head = Linear(head, weights_bias(weights, "head"), replace(backend, max_rows=1), torch.float32)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, attend: Attend, rows: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Decoder:
                 x = self._mlp(layer, x, layer.ffn_norm, residual=x)
             else:
                 x = layer.post_ffn_norm(self._mlp(layer, x, layer.ffn_norm, residual=None), x)
-        logits = self.head(x, norm=self.final_norm).float()
+        logits = self.head(x, norm=self.final_norm)
         return logits if config.logit_scale == 1.0 else logits * config.logit_scale
 
     def _mlp(self, layer: Layer, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:

@@ -70,7 +70,10 @@ class Linear:
     without AMX, a dense copy in `dtype` is kept beside them for prefill.
     """
 
-    def __init__(self, weight: Weight, bias: Tensor | None, backend: Backend) -> None:
+    def __init__(
+        self, weight: Weight, bias: Tensor | None, backend: Backend, out_dtype: torch.dtype | None = None
+    ) -> None:
+        self.out_dtype = out_dtype or backend.dtype
         kernels, dtype, device = backend.kernels, backend.dtype, backend.device
         self.kernels = kernels
         self.out_features = (weight.codes if isinstance(weight, QuantTensor) else weight).shape[0]
@@ -104,7 +107,7 @@ class Linear:
         if norm is not None and norm.kind != "rms":
             x, norm = norm(x), None
         if self.packed is not None and self.kernels is not None and self.prefers_packed(x.shape[0]):
-            out = x.new_empty((x.shape[0], self.out_features))
+            out = torch.empty((x.shape[0], self.out_features), dtype=self.out_dtype)
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return self.kernels.linear(
                 x, self.packed, out, self.bias_float, residual, norm_weight=weight, eps=eps, activation=gate
@@ -114,7 +117,7 @@ class Linear:
             x = norm(x)
         if gate is not None:
             x = gated(x, gate, self.kernels)
-        y = F.linear(x, self.dense, self.bias)
+        y = F.linear(x, self.dense, self.bias).to(self.out_dtype)
         return y if residual is None else residual.add_(y)
 
 

@@ -9,14 +9,13 @@ hundreds of times a token.
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, get_num_threads
+from torch import Tensor
 
 from ostinato.native import build
 
@@ -40,7 +39,7 @@ _ROPE_STORE = struct.Struct("PPPPPPPPPPqqqiiiiiif")
 _ATTEND = struct.Struct("PPPPPPqqiiiiifii")
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "use_openmp": (None, [_i32]),
+    "use_openmp": (None, [_i32] * 2),
     "packed_bytes": (_i64, [_i32] * 3),
     "pack": (None, [_pointer] * 3 + [_i32] * 3 + [_pointer, _i32]),
     "huge_pages": (None, [_pointer, _i64]),
@@ -121,6 +120,7 @@ class Kernels:
 
     def __init__(self, library: build.Library) -> None:
         self.features = library.features
+        self.threads = torch.get_num_threads()
         short: dict[str, Callable[..., Any]] = {}
         long: dict[str, Callable[..., Any]] = {}
         for name, (result, arguments) in _SIGNATURES.items():
@@ -142,8 +142,13 @@ class Kernels:
         self._attend, self._attend_long = short["attend"], long["attend"]
 
     def use_openmp(self, on: bool) -> None:
-        """Whether calls from this thread run in PyTorch's OpenMP threads, or in a pool of their own."""
-        self._use_openmp(on)
+        """Whether calls from this thread run in PyTorch's OpenMP threads, or in a pool of their own.
+
+        With a pool of their own, PyTorch's operators in between get one thread: its workers would spin for
+        milliseconds after each and take the cores from the pool's.
+        """
+        torch.get_num_threads()  # in a new thread this sets the number first
+        self._use_openmp(on, self.threads if on else 1)
 
     def pack(self, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int) -> PackedLinear:
         """Packs weights given as code * scale + minimum.
@@ -159,7 +164,7 @@ class Kernels:
         data = self._reserve(self._packed_bytes(rows, columns, bits))
         self._pack(
             codes.data_ptr(), scale.data_ptr(), minimum.data_ptr(), rows, columns, bits, data.data_ptr(),
-            get_num_threads(),
+            self.threads,
         )  # fmt: skip
         return PackedLinear(rows, columns, bits, data)
 
@@ -183,7 +188,7 @@ class Kernels:
     def dequantise(self, packed: PackedLinear) -> Tensor:
         """The weights as bfloat16 [N, K], for GEMMs over many rows."""
         out = torch.empty(packed.rows, packed.columns, dtype=torch.bfloat16)
-        self._dequantise(packed.address, out.data_ptr(), packed.columns, get_num_threads())
+        self._dequantise(packed.address, out.data_ptr(), packed.columns, self.threads)
         return out
 
     def linear(
@@ -216,7 +221,7 @@ class Kernels:
             out.stride()[0],
             0 if residual is None else residual.stride()[0],
             rows,
-            _BF16[x.dtype] | _BF16_OUT[out.dtype] | _ACTIVATION[activation] | get_num_threads() << 8,
+            _BF16[x.dtype] | _BF16_OUT[out.dtype] | _ACTIVATION[activation] | self.threads << 8,
             eps,
         )
         (self._linear if rows <= _LONG_ROWS else self._linear_long)(call)
@@ -237,7 +242,7 @@ class Kernels:
             0 if residual is None else residual.stride()[0],
             rows,
             columns,
-            _BF16[x.dtype] | get_num_threads() << 8,
+            _BF16[x.dtype] | self.threads << 8,
             eps,
         )
         (self._rms_norm if rows <= _LONG_ROWS else self._rms_norm_long)(call)
@@ -253,7 +258,7 @@ class Kernels:
             out.stride()[0],
             rows,
             columns,
-            _BF16[out.dtype] | _ACTIVATION[activation] | get_num_threads() << 8,
+            _BF16[out.dtype] | _ACTIVATION[activation] | self.threads << 8,
         )
         (self._gated if rows <= _LONG_ROWS else self._gated_long)(call)
         return out
@@ -302,7 +307,7 @@ class Kernels:
             k_layer.shape[0],
             dim,
             0 if cos is None else cos.shape[1],
-            _BF16[q_out.dtype] | get_num_threads() << 8,
+            _BF16[q_out.dtype] | self.threads << 8,
             eps,
         )
         (self._rope_store if tokens <= _LONG_ROWS else self._rope_store_long)(call)
@@ -338,7 +343,7 @@ class Kernels:
             k_layer.shape[0],
             dim,
             window,
-            _BF16[q.dtype] | get_num_threads() << 8,
+            _BF16[q.dtype] | self.threads << 8,
             scale,
             0,
             0,
@@ -347,7 +352,6 @@ class Kernels:
         return out
 
 
-@functools.cache
 def load(arch: str = "native") -> Kernels | None:
     """The kernels for this machine, compiled on first use; None where they cannot be had."""
     library = build.load(arch)

@@ -1,5 +1,6 @@
 #include "threads.h"
 
+#include <omp.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -111,4 +112,8 @@ void run_parallel(int threads, int64_t n, Body body, void* context) {
 
 }  // namespace ostinato
 
-extern "C" __attribute__((visibility("default"))) void ostinato_use_openmp(int32_t on) { ostinato::use_openmp = on; }
+// For the calling thread: whether kernels run on OpenMP's threads, and how many of those PyTorch may use itself.
+extern "C" __attribute__((visibility("default"))) void ostinato_use_openmp(int32_t on, int32_t threads) {
+    ostinato::use_openmp = on;
+    omp_set_num_threads(threads);
+}

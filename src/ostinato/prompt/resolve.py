@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ostinato.errors import InvalidRequestError
 from ostinato.prompt.imports import Selection, select
 from ostinato.prompt.layout import Layout, Node, Part, encode, merged, without_bos
 from ostinato.prompt.schema import Import, Item, SchemaError, SchemaPrompt, Text, Turn
@@ -234,7 +235,10 @@ class _Pieces:
                 run.append(turn)
                 at += 1
             roles = [turn.role for turn in run]
-            before, *after = self._layout.turns.around(self._roles, roles)
+            try:
+                before, *after = self._layout.turns.around(self._roles, roles)
+            except InvalidRequestError as error:
+                raise SchemaError(str(error), run[0].where) from error
             parts.append((without_bos(self._tokenizer, before), "template"))
             for turn, text in zip(run, after, strict=True):
                 parts.append((turn.text, turn.role))
