@@ -8,7 +8,7 @@ their log-sum-exp (as in flash-decoding and cascade attention).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -55,6 +55,7 @@ class AttentionBatch:
     positions: Tensor
     slots: Tensor
     runs: tuple[tuple[Run, ...], ...]
+    _buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]], compare=False)
 
     @cached_property
     def native(self) -> NativeBatch:
@@ -62,6 +63,13 @@ class AttentionBatch:
         flat = np.array([(r.slot, r.length, r.position) for runs in self.runs for r in runs], dtype=np.int32)
         slot, length, position = flat.reshape(-1, 3).T
         return NativeBatch(self.starts, self.positions, run_starts, slot, length, position)
+
+    def buffers(self, like: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Queries and output of one layer, [tokens, heads, head_dim]; every layer of a step uses the same two."""
+        if not self._buffers:
+            shape = (len(self.positions), heads, head_dim)
+            self._buffers.append((like.new_empty(shape), like.new_empty(shape)))
+        return self._buffers[0]
 
     @cached_property
     def slots_long(self) -> Tensor:
@@ -82,12 +90,11 @@ def attend(
     """
     keys, values = pool.keys[layer.index], pool.values[layer.index]
     if kernels is not None:
-        q = qkv.new_empty((qkv.shape[0], layer.heads, layer.head_dim))
+        q, out = batch.buffers(qkv, layer.heads, layer.head_dim)
         kernels.rope_store(
             qkv, batch.positions, batch.slots, layer.cos, layer.sin, q, keys, values,
             layer.q_norm, layer.k_norm, layer.norm_eps,
         )  # fmt: skip
-        out = torch.empty_like(q)
         kernels.attend(q, keys, values, out, batch.native, layer.scale, layer.window or 0, layer.slopes)
     else:
         q, k, v = _split_and_rotate(qkv, batch.positions, layer)

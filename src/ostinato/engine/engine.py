@@ -36,7 +36,7 @@ from ostinato.models.tokenizer import Tokenizer
 from ostinato.models.weights import QuantTensor, content_hash, load_model_files
 from ostinato.native import kernels
 from ostinato.prompt.chat import encode_chat
-from ostinato.prompt.span import Prompt, Span
+from ostinato.prompt.span import Prompt, Span, plain
 
 log = logging.getLogger(__name__)
 
@@ -241,11 +241,11 @@ class Engine:
             return prompt
         if isinstance(prompt, str):
             self._check_text(len(prompt.encode(errors="replace")))
-            return Prompt((Span(tuple(self.tokenizer.encode(prompt))),))
+            return plain(Span(tuple(self.tokenizer.encode(prompt))))
         if prompt and all(isinstance(item, int) for item in prompt):
-            return Prompt((Span(tuple(prompt)),))  # pyright: ignore[reportArgumentType]
+            return plain(Span(tuple(prompt)))  # pyright: ignore[reportArgumentType]
         self._check_text(sum(len(str(message)) for message in prompt))
-        return Prompt(tuple(Span(tuple(ids), kind) for ids, kind in encode_chat(self.tokenizer, prompt)))  # pyright: ignore[reportArgumentType]
+        return plain(*(Span(tuple(ids), kind) for ids, kind in encode_chat(self.tokenizer, prompt)))  # pyright: ignore[reportArgumentType]
 
     # -- inside -----------------------------------------------------------------------------------------
 

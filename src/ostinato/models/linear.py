@@ -14,6 +14,9 @@ from ostinato.native.kernels import Kernels, PackedLinear
 
 Weight = Tensor | QuantTensor
 
+_KEPT_ROWS = 16
+"""Up to this many rows, as in decode, making a tensor takes as long as the product it is for."""
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -74,6 +77,7 @@ class Linear:
         self, weight: Weight, bias: Tensor | None, backend: Backend, out_dtype: torch.dtype | None = None
     ) -> None:
         self.out_dtype = out_dtype or backend.dtype
+        self._outs: dict[int, Tensor] = {}
         kernels, dtype, device = backend.kernels, backend.dtype, backend.device
         self.kernels = kernels
         self.out_features = (weight.codes if isinstance(weight, QuantTensor) else weight).shape[0]
@@ -88,6 +92,15 @@ class Linear:
         else:
             self.packed = kernels.pack(weight.codes, weight.scale, weight.minimum, weight.bits)
             self.dense = kernels.dequantise(self.packed) if backend.max_rows > kernels.crossover else None
+
+    def _out(self, rows: int) -> Tensor:
+        """Where the result goes. Small ones go to the same place each time, until this layer is called again."""
+        out = self._outs.get(rows)
+        if out is None:
+            out = torch.empty((rows, self.out_features), dtype=self.out_dtype)
+            if rows <= _KEPT_ROWS:
+                self._outs[rows] = out
+        return out
 
     def prefers_packed(self, rows: int) -> bool:
         """Whether the packed weights are faster than dense ones for that many tokens."""
@@ -107,7 +120,7 @@ class Linear:
         if norm is not None and norm.kind != "rms":
             x, norm = norm(x), None
         if self.packed is not None and self.kernels is not None and self.prefers_packed(x.shape[0]):
-            out = torch.empty((x.shape[0], self.out_features), dtype=self.out_dtype)
+            out = self._out(x.shape[0]) if residual is None else residual
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return self.kernels.linear(
                 x, self.packed, out, self.bias_float, residual, norm_weight=weight, eps=eps, activation=gate

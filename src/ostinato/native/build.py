@@ -82,11 +82,18 @@ def _first_line(error: Exception) -> str:
 
 def _share_openmp() -> bool:
     """Makes the symbols of the OpenMP runtime that torch uses visible to the library."""
-    loaded = _RUNTIME.findall(Path("/proc/self/maps").read_text())
-    if not loaded and torch.get_num_threads() > 1:
+    runtime = _torch_runtime()
+    if runtime is None and torch.get_num_threads() > 1:
         return False
-    ctypes.CDLL(loaded[0] if loaded else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(runtime or "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
     return True
+
+
+def _torch_runtime() -> str | None:
+    loaded = sorted(set(_RUNTIME.findall(Path("/proc/self/maps").read_text())))
+    # Other packages bring runtimes of their own, under the same name.
+    home = str(Path(torch.__file__).parent)
+    return next((path for path in loaded if path.startswith(home)), loaded[0] if loaded else None)
 
 
 def _cache_folder() -> Path:
