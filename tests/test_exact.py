@@ -56,16 +56,23 @@ def is_greedy(model: Any, prompt: list[int], tokens: list[int]) -> bool:
     return logits.argmax(-1).tolist() == tokens
 
 
-def our_logits(folder: Path, chunks: list[list[int]], *, scattered: bool, native: bool) -> torch.Tensor:
+def our_logits(
+    folder: Path,
+    chunks: list[list[int]],
+    *,
+    scattered: bool = False,
+    native: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     """Logits of every token of the concatenated `chunks`, computed chunk by chunk over a pool of runs."""
     config, weights = load_model_files(folder)
     device = torch.device("cpu")
     total = sum(map(len, chunks))
     compiled = kernels.load() if native else None
-    decoder = Decoder(config, weights, Backend(torch.float32, device, compiled, 512), max_positions=total)
+    decoder = Decoder(config, weights, Backend(dtype, device, compiled, 512), max_positions=total)
     pool = Pool(
         layers=len(config.layers), kv_heads=config.kv_heads, head_dim=config.head_dim, blocks=64,
-        block_size=8, dtype=torch.float32, device=device,
+        block_size=8, dtype=dtype, device=device,
     )  # fmt: skip
     blocks = list(range(-(-total // 8)))
     if scattered:
@@ -149,3 +156,17 @@ def test_real_model_equals_transformers(exact_engine: Engine) -> None:
         reference = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
     for top in reply.logprobs[0].top:
         assert abs(top.logprob - float(reference[top.token_id])) < 1e-3
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 512], ids=["decode", "small-batch", "prefill"])
+def test_quantised_run_is_close_to_the_exact_one(exact_engine: Engine, chunk: int) -> None:
+    """4-bit weights and bfloat16, each of the kernels that a batch size selects: KL from float32."""
+    path = resolve("smollm2-135m")
+    text = (Path(__file__).parents[1] / "docs" / "how-it-works.md").read_text()
+    tokens = exact_engine.encode(text).token_ids[:192]
+    exact = our_logits(path, [tokens]).log_softmax(-1)
+    chunks = [tokens[i : i + chunk] for i in range(0, len(tokens), chunk)]
+    close = our_logits(path, chunks, dtype=torch.bfloat16).log_softmax(-1)
+    kl = (exact.exp() * (exact - close)).sum(-1)
+    assert float(kl.mean()) < 0.01
+    assert float((exact.argmax(-1) == close.argmax(-1)).float().mean()) > 0.9

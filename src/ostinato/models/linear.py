@@ -78,6 +78,8 @@ class Linear:
     ) -> None:
         self.out_dtype = out_dtype or backend.dtype
         self._outs: dict[int, Tensor] = {}
+        # An output of another dtype (the logits) leaves the decoder and is the caller's.
+        self._kept_rows = _KEPT_ROWS if out_dtype is None else 0
         kernels, dtype, device = backend.kernels, backend.dtype, backend.device
         self.kernels = kernels
         self.out_features = (weight.codes if isinstance(weight, QuantTensor) else weight).shape[0]
@@ -98,7 +100,7 @@ class Linear:
         out = self._outs.get(rows)
         if out is None:
             out = torch.empty((rows, self.out_features), dtype=self.out_dtype)
-            if rows <= _KEPT_ROWS:
+            if rows <= self._kept_rows:
                 self._outs[rows] = out
         return out
 
