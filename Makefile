@@ -32,8 +32,10 @@ types: $(VENV)/.test
 
 check: lint types test
 
+# g++ 12 drops part of the tile configuration in llama.cpp's AMX code as a dead store: built without this flag it
+# dies at the first prompt on a processor with AMX.
 peers: $(VENV)/.test
-	$(PIP) -e '.[peers]'
+	CFLAGS=-fno-tree-dse CXXFLAGS=-fno-tree-dse $(PIP) -e '.[peers]'
 
 bench: peers
 	$(BIN)/python benchmarks/peers.py

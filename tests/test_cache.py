@@ -14,15 +14,26 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ostinato.cache.block import Block
 from ostinato.cache.index import Index
 from ostinato.cache.keys import chain_keys
-from ostinato.cache.plan import make_plan
+from ostinato.cache.plan import Plan, make_plan
 from ostinato.cache.policy.lru import LRU
 from ostinato.cache.pool import Pool
 from ostinato.engine.request import SamplingParams
 from ostinato.engine.scheduler import Scheduler
-from ostinato.engine.sequence import Sequence
+from ostinato.engine.sequence import Sequence, sequence_chains
+from ostinato.prompt.span import Span, plain
 
 SIZE = 4
-ROOT = b"root"
+ROOT = sequence_chains(plain(Span((0,))), b"model", SIZE)[0].root
+
+
+def make_sequence(number: int, tokens: list[int], max_tokens: int) -> Sequence:
+    return Sequence(
+        number, sequence_chains(plain(Span(tuple(tokens))), b"model", SIZE), SamplingParams(), max_tokens
+    )
+
+
+def plan_of(index: Index, tokens: list[int]) -> Plan:
+    return make_plan(index, ROOT, chain_keys(ROOT, tokens, SIZE), tokens, limit=len(tokens) - 1)
 
 
 def make_pool(blocks: int) -> Pool:
@@ -54,7 +65,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30), room=st.integers(1, 12))
     def add(self, tokens: list[int], room: int) -> None:
         room = min(room, self.pool.slots - len(tokens))
-        sequence = Sequence(self.next_id, list(tokens), len(tokens), SamplingParams(), ROOT, room)
+        sequence = make_sequence(self.next_id, tokens, room)
         self.next_id += 1
         self.live.append(sequence)
         self.scheduler.add(sequence)
@@ -65,7 +76,7 @@ class CacheMachine(RuleBasedStateMachine):
         work = self.scheduler.schedule()
         assert work, "somebody can always go on"
         for item in work:
-            s = item.sequence
+            s = item.sequence.last
             slots = s.slots(0, s.computed + item.tokens, SIZE)
             for i in range(s.computed):
                 assert self.pool.kv[0, 0, 0, slots[i], 0] == mark(s.token_ids[: i + 1]), "wrong KV reused"
@@ -76,7 +87,7 @@ class CacheMachine(RuleBasedStateMachine):
         sampling = [item.sequence for item in work if item.samples]
         self.scheduler.computed(work)
         for s in sampling:
-            s.token_ids.append(token)
+            s.last.token_ids.append(token)
             if s.generated >= s.max_tokens:
                 self.scheduler.finish(s)
                 self.live.remove(s)
@@ -95,14 +106,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_counted(self) -> None:
-        used = {b.number for s in self.scheduler.running for b in s.blocks}
+        used = {b.number for s in self.scheduler.running for b in s.last.blocks}
         cached = {b.number for b in self.index._by_key.values()}
         idle = {b.number for b in self.index._by_key.values() if b.users == 0}
         assert used & idle == set()
         assert len(used | cached) + self.pool.free_blocks == self.pool.blocks, "a block leaked"
         assert self.index.cached_blocks == len(idle)
         for block in self.index._by_key.values():
-            users = sum(block in s.blocks for s in self.scheduler.running)
+            users = sum(block in s.last.blocks for s in self.scheduler.running)
             assert block.users == users
             children = [b for b in self.index._by_key.values() if b.parent == block.key]
             assert block.children == len(children)
@@ -131,12 +142,12 @@ TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=60, d
 
 def fill(index: Index, tokens: list[int]) -> list[Block]:
     """Cache the KV of `tokens` and release it."""
-    plan = make_plan(index, ROOT, chain_keys(ROOT, tokens, SIZE), tokens)
+    plan = plan_of(index, tokens)
     scheduler = Scheduler(index, max_batch_tokens=1000, max_sequences=1)
-    sequence = Sequence(0, [*tokens], len(tokens), SamplingParams(), ROOT, 1)
+    sequence = make_sequence(0, tokens, 1)
     scheduler.add(sequence)
     scheduler.computed(scheduler.schedule())
-    blocks = list(sequence.blocks)
+    blocks = list(sequence.last.blocks)
     scheduler.finish(sequence)
     assert plan.cached_tokens == sequence.cached_tokens
     return blocks
@@ -148,9 +159,9 @@ def test_match_is_exact_to_the_token() -> None:
     fill(index, tokens)
     for k in range(20):
         other = tokens[:k] + [99] * 8
-        plan = make_plan(index, ROOT, chain_keys(ROOT, other, SIZE), other)
+        plan = plan_of(index, other)
         assert plan.cached_tokens == k
-    plan = make_plan(index, ROOT, chain_keys(ROOT, tokens, SIZE), tokens)
+    plan = plan_of(index, tokens)
     assert plan.cached_tokens == 19  # the last token's logits are needed
 
 
@@ -163,7 +174,7 @@ def test_eviction_goes_leaf_first_and_oldest_first() -> None:
     first = index.allocate(1)
     second = index.allocate(1)
     assert [first[0].number, second[0].number] == numbers[::-1]
-    assert make_plan(index, ROOT, chain_keys(ROOT, [2] * 16, SIZE), [2] * 16).cached_tokens == 15
+    assert plan_of(index, [2] * 16).cached_tokens == 15
 
 
 def test_a_longer_tail_replaces_the_shorter() -> None:
@@ -179,7 +190,7 @@ def test_a_prefix_in_computation_is_waited_for() -> None:
     index = Index(make_pool(32), LRU())
     scheduler = Scheduler(index, max_batch_tokens=8, max_sequences=8)
     shared = list(range(24))
-    sequences = [Sequence(i, [*shared, 50 + i], 25, SamplingParams(), ROOT, 1) for i in range(3)]
+    sequences = [make_sequence(i, [*shared, 50 + i], 1) for i in range(3)]
     for sequence in sequences:
         scheduler.add(sequence)
     computed = 0
@@ -194,7 +205,7 @@ def test_a_prefix_in_computation_is_waited_for() -> None:
 def test_whoever_waits_goes_on_when_the_other_is_cancelled() -> None:
     index = Index(make_pool(32), LRU())
     scheduler = Scheduler(index, max_batch_tokens=8, max_sequences=8)
-    first, second = (Sequence(i, list(range(24)), 24, SamplingParams(), ROOT, 1) for i in range(2))
+    first, second = (make_sequence(i, list(range(24)), 1) for i in range(2))
     scheduler.add(first)
     scheduler.add(second)
     scheduler.computed(scheduler.schedule())
@@ -222,8 +233,8 @@ def test_allocation_prefers_one_run() -> None:
 def test_a_short_prompt_is_not_starved_by_a_long_one() -> None:
     index = Index(make_pool(300), LRU())
     scheduler = Scheduler(index, max_batch_tokens=16, max_sequences=8)
-    long = Sequence(0, list(range(800)), 800, SamplingParams(), ROOT, 1)
-    short = Sequence(1, list(range(1000, 1010)), 10, SamplingParams(), ROOT, 5)
+    long = make_sequence(0, list(range(800)), 1)
+    short = make_sequence(1, list(range(1000, 1010)), 5)
     scheduler.add(long)
     scheduler.add(short)
     for _ in range(3):

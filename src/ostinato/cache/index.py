@@ -55,18 +55,18 @@ class Index:
     def match(self, root: bytes, keys: Sequence[bytes], token_ids: Sequence[int], limit: int) -> Match:
         """Find the longest cached beginning of `token_ids`, at most `limit` tokens, to the exact token.
 
-        `keys` are the chain keys of the full blocks of `token_ids` from `root` on.
+        `keys` are the chain keys of the blocks of `token_ids` from `root` on; the last may be partly full.
         """
         size = self.pool.block_size
         blocks: list[Block] = []
-        parent = root
+        parent, done = root, 0
         for key in keys:
             block = self._by_key.get(key)
-            if block is None or (len(blocks) + 1) * size > limit:
+            if block is None or done + len(block.token_ids) > limit:
                 break
             blocks.append(block)
             parent = key
-        done = len(blocks) * size
+            done += len(block.token_ids)
         rest = tuple(token_ids[done : min(done + size, limit)])
         partial, best = None, 0
         for child in self._siblings.get((parent, rest[0]), ()) if rest else ():

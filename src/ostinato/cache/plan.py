@@ -1,4 +1,4 @@
-"""The plan of a request: which KV it reuses and how much is left to compute."""
+"""The plan of a chain: which KV it reuses and how much is left to compute."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ostinato.cache.index import Index
 
 @dataclass(frozen=True)
 class Plan:
-    """What admission of a request takes.
+    """What admission of a chain takes.
 
     `reused` blocks are pointed at. `copied` is a block whose first `copied_tokens` slots go into the
-    request's next block, so that nothing is lost to rounding. `new_blocks` are to be allocated.
+    chain's next block, so that nothing is lost to rounding. `new_blocks` are to be allocated.
     """
 
     reused: tuple[Block, ...]
@@ -24,15 +24,16 @@ class Plan:
     new_blocks: int
 
     @property
-    def idle_blocks(self) -> int:
-        """Blocks the plan takes from the evictable ones by pointing at them or copying from them."""
-        blocks = self.reused if self.copied is None else (*self.reused, self.copied)
-        return sum(block.users == 0 for block in blocks)
+    def touched(self) -> tuple[Block, ...]:
+        """The cached blocks that the plan points at or copies from."""
+        return self.reused if self.copied is None else (*self.reused, self.copied)
 
 
-def make_plan(index: Index, root: bytes, keys: Sequence[bytes], token_ids: Sequence[int]) -> Plan:
-    """Plan the prefill of `token_ids`. At least the last token is computed: its logits are needed."""
-    match = index.match(root, keys, token_ids, limit=len(token_ids) - 1)
+def make_plan(
+    index: Index, root: bytes, keys: Sequence[bytes], token_ids: Sequence[int], *, limit: int
+) -> Plan:
+    """Plan the prefill of one chain, reusing at most its first `limit` tokens."""
+    match = index.match(root, keys, token_ids, limit=limit)
     size = index.pool.block_size
     total_blocks = -(-len(token_ids) // size)
     return Plan(

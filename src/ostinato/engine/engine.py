@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ostinato.cache.index import Index
-from ostinato.cache.keys import model_fingerprint, root_key
+from ostinato.cache.keys import model_fingerprint
 from ostinato.cache.policy.lru import LRU
 from ostinato.cache.pool import Pool
 from ostinato.engine.device import choose_device, choose_dtype, choose_kv_tokens
@@ -27,7 +27,7 @@ from ostinato.engine.request import Chunk, Reply, SamplingParams, TokenLogprob
 from ostinato.engine.runner import Runner
 from ostinato.engine.sampler import Sampler
 from ostinato.engine.scheduler import Scheduler, Work
-from ostinato.engine.sequence import Sequence
+from ostinato.engine.sequence import Sequence, SequenceChain, sequence_chains
 from ostinato.errors import EngineClosedError, InvalidRequestError, PromptTooLongError
 from ostinato.models.catalogue import resolve
 from ostinato.models.decoder import Decoder
@@ -36,12 +36,20 @@ from ostinato.models.tokenizer import Tokenizer
 from ostinato.models.weights import QuantTensor, content_hash, load_model_files
 from ostinato.native import kernels
 from ostinato.prompt.chat import encode_chat
+from ostinato.prompt.layout import Layout
+from ostinato.prompt.pml import is_prompt, parse_prompt
+from ostinato.prompt.registry import Registry, module_prompts
+from ostinato.prompt.resolve import ReuseMode
+from ostinato.prompt.schema import Schema, SchemaPrompt, Text
 from ostinato.prompt.span import Prompt, Span, plain
 
 log = logging.getLogger(__name__)
 
-PromptLike = str | Prompt | Seq[int] | Seq[Mapping[str, object]]
-"""Plain text, token ids, chat messages, or a `Prompt`."""
+PromptLike = str | Text | Prompt | SchemaPrompt | Seq[int] | Seq[Mapping[str, object]]
+"""Plain text or PML, token ids, chat messages, a prompt over a schema, or a `Prompt`."""
+
+LINK_TOKENS = 16
+"""Tokens of each module that mode `linked` computes anew (the knee of DESIGN's measurements)."""
 
 Progress = Callable[[int, int], None]
 
@@ -109,7 +117,8 @@ class Engine:
             content_hash(path), str(self._dtype), "packed" if quantised else "dense", repr(config), block_size
         )
         self.fingerprint = fingerprint.hex()
-        self._root = root_key(fingerprint)
+        self._fingerprint = fingerprint
+        self.schemas = Registry(self.tokenizer, self.max_model_len)
         compiled = kernels.load() if self._device.type == "cpu" else None
         backend = Backend(self._dtype, self._device, compiled, max_batch_tokens)
         decoder = Decoder(config, weights, backend, max_positions=self.max_model_len)
@@ -144,28 +153,56 @@ class Engine:
 
     # -- requests ---------------------------------------------------------------------------------------
 
-    def generate(self, prompt: PromptLike, params: SamplingParams | None = None) -> Reply:
+    def generate(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        mode: ReuseMode = "modular",
+        link_tokens: int = LINK_TOKENS,
+    ) -> Reply:
         """Answer `prompt` and wait for the whole reply.
 
         Raises:
             InvalidRequestError: the prompt is empty, malformed or (PromptTooLongError) too long.
             EngineClosedError: the engine was closed meanwhile.
         """
-        return _collect(list(self.stream(prompt, params)))
+        return _collect(list(self.stream(prompt, params, mode=mode, link_tokens=link_tokens)))
 
-    def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Stream:
+    def stream(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        mode: ReuseMode = "modular",
+        link_tokens: int = LINK_TOKENS,
+    ) -> Stream:
         """Answer `prompt` piece by piece. Closing the stream, or dropping it, cancels the request."""
         chunks: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
-        sequence = self._prepare(prompt, params)
+        sequence = self._prepare(prompt, params, mode, link_tokens)
         self._enqueue(sequence, chunks.put)
         return Stream(chunks, partial(self._inbox.put, partial(self._cancel, sequence)))
 
-    async def agenerate(self, prompt: PromptLike, params: SamplingParams | None = None) -> Reply:
+    async def agenerate(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        mode: ReuseMode = "modular",
+        link_tokens: int = LINK_TOKENS,
+    ) -> Reply:
         """`generate` for asyncio. Cancelling the task cancels the request."""
-        return _collect([chunk async for chunk in self.astream(prompt, params)])
+        return _collect(
+            [chunk async for chunk in self.astream(prompt, params, mode=mode, link_tokens=link_tokens)]
+        )
 
     async def astream(
-        self, prompt: PromptLike, params: SamplingParams | None = None
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        mode: ReuseMode = "modular",
+        link_tokens: int = LINK_TOKENS,
     ) -> AsyncGenerator[Chunk]:
         """`stream` for asyncio. Closing the iterator, or cancelling the task, cancels the request."""
         loop = asyncio.get_running_loop()
@@ -177,7 +214,7 @@ class Engine:
 
         # Tokenising a long prompt takes milliseconds; the event loop serves others meanwhile. Nothing is
         # submitted by that thread: the task may be cancelled while it works.
-        sequence = await asyncio.to_thread(self._prepare, prompt, params)
+        sequence = await asyncio.to_thread(self._prepare, prompt, params, mode, link_tokens)
         self._enqueue(sequence, sink)
         ended = False
         try:
@@ -235,13 +272,48 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def encode(self, prompt: PromptLike) -> Prompt:
-        """The prompt as tokens: text as it stands, chat messages through the model's template."""
+    def register(
+        self, schema: Schema | str | Path, *, encode: bool = False, progress: Progress | None = None
+    ) -> Layout:
+        """Make a schema known: PML text, the path of a PML file, or a `Schema`. A known name is replaced.
+
+        Args:
+            schema: the schema.
+            encode: compute the states of its modules now; without it each is computed on first use.
+            progress: called with (modules done, modules in all) while encoding.
+
+        Raises:
+            SchemaError: it is malformed, and where and why. Nothing is registered then.
+        """
+        laid_out = self.schemas.register(schema)
+        if encode:
+            prompts = module_prompts(laid_out.schema)
+            for done, prompt in enumerate(prompts):
+                if progress is not None:
+                    progress(done, len(prompts))
+                self.generate(prompt, SamplingParams(max_tokens=1, temperature=0))
+            if progress is not None:
+                progress(len(prompts), len(prompts))
+        return laid_out
+
+    def encode(
+        self, prompt: PromptLike, *, mode: ReuseMode = "modular", link_tokens: int = LINK_TOKENS
+    ) -> Prompt:
+        """The prompt as chains of tokens.
+
+        Text is taken as it stands, unless it is a PML prompt (`Text` never is one); chat messages go through
+        the model's template; what names a schema is laid out by it.
+        """
         if isinstance(prompt, Prompt):
             return prompt
-        if isinstance(prompt, str):
-            self._check_text(len(prompt.encode(errors="replace")))
-            return plain(Span(tuple(self.tokenizer.encode(prompt))))
+        if isinstance(prompt, str) and is_prompt(prompt):
+            prompt = parse_prompt(prompt)
+        if isinstance(prompt, SchemaPrompt):
+            return self.schemas.resolve(prompt, mode, link_tokens).prompt
+        if isinstance(prompt, str | Text):
+            text = prompt.text if isinstance(prompt, Text) else prompt
+            self._check_text(len(text.encode(errors="replace")))
+            return plain(Span(tuple(self.tokenizer.encode(text))))
         if prompt and all(isinstance(item, int) for item in prompt):
             return plain(Span(tuple(prompt)))  # pyright: ignore[reportArgumentType]
         self._check_text(sum(len(str(message)) for message in prompt))
@@ -249,24 +321,37 @@ class Engine:
 
     # -- inside -----------------------------------------------------------------------------------------
 
-    def _prepare(self, prompt: PromptLike, params: SamplingParams | None) -> Sequence:
+    def _prepare(
+        self, prompt: PromptLike, params: SamplingParams | None, mode: ReuseMode, link_tokens: int
+    ) -> Sequence:
         """Tokenise and check a request."""
         params = params or SamplingParams()
-        tokens = self.encode(prompt).token_ids
+        encoded = self.encode(prompt, mode=mode, link_tokens=link_tokens)
         vocab = self.config.vocab_size
-        if not tokens:
+        if not encoded.chains[-1].token_ids:
             raise InvalidRequestError("The prompt is empty: send at least one token.", param="prompt")
-        if not all(0 <= token < vocab for token in tokens):
+        if not all(0 <= token < vocab for token in encoded.token_ids):
             raise InvalidRequestError(f"Token ids must be between 0 and {vocab - 1}.", param="prompt")
         if not all(0 <= token < vocab for token in params.logit_bias):
             raise InvalidRequestError(
                 f"logit_bias names a token id outside 0 to {vocab - 1}.", param="logit_bias"
             )
-        room = self.max_model_len - len(tokens)
+        chains = sequence_chains(encoded, self._fingerprint, self.index.pool.block_size)
+        room = min(self._context_room(chains), self._pool_room(chains))
         if room < 1:
-            raise self._too_long(f"The prompt has {len(tokens)} tokens")
-        max_tokens = min(params.max_tokens or room, room)
-        return Sequence(next(self._ids), tokens, len(tokens), params, self._root, max_tokens)
+            raise self._too_long(f"The prompt has {len(encoded.token_ids)} tokens")
+        return Sequence(next(self._ids), chains, params, min(params.max_tokens or room, room))
+
+    def _context_room(self, chains: list[SequenceChain]) -> int:
+        """Positions left after the last chain."""
+        return self.max_model_len - chains[-1].start - len(chains[-1].token_ids)
+
+    def _pool_room(self, chains: list[SequenceChain]) -> int:
+        """Slots left for the reply when all of the prompt is in the pool."""
+        pool = self.index.pool
+        blocks = [-(-len(chain.token_ids) // pool.block_size) for chain in chains]
+        in_last_block = blocks[-1] * pool.block_size - len(chains[-1].token_ids)
+        return (pool.blocks - sum(blocks)) * pool.block_size + in_last_block
 
     def _check_text(self, size: int) -> None:
         """Refuse text that cannot fit without tokenising it, which takes seconds for megabytes."""
@@ -298,12 +383,15 @@ class Engine:
     def _warm(self) -> None:
         """Compute once, so that the first request does not pay for the libraries' own start."""
         for tokens in (32, 1):
-            sequence = Sequence(-1, [0] * tokens, tokens, SamplingParams(), self._root, 1)
+            chains = sequence_chains(
+                plain(Span((0,) * tokens)), self._fingerprint, self.index.pool.block_size
+            )
+            sequence = Sequence(-1, chains, SamplingParams(), 1)
             if tokens > self.max_model_len:
                 continue
-            sequence.blocks = self.index.allocate(-(-tokens // self.index.pool.block_size))
+            sequence.last.blocks = self.index.allocate(-(-tokens // self.index.pool.block_size))
             self._runner.run([Work(sequence, tokens)])
-            self.index.release(sequence.blocks)
+            self.index.release(sequence.last.blocks)
 
     def _loop(self) -> None:
         while not self._closed:
@@ -332,7 +420,7 @@ class Engine:
         sampling = [item.sequence for item in work if item.samples]
         self.scheduler.computed(work)
         for sequence, sampled in zip(sampling, self._sampler.sample(logits, sampling), strict=True):
-            sequence.token_ids.append(sampled.token_id)
+            sequence.last.token_ids.append(sampled.token_id)
             if self._outputs[sequence].add(sampled) is not None:
                 self._finish(sequence)
 
@@ -349,7 +437,7 @@ class Engine:
         self.scheduler.finish(sequence)
         self._sampler.forget(sequence)
         del self._outputs[sequence]
-        if sequence.cached_tokens is not None:
+        if sequence.admitted:
             self._totals["prompt"] += sequence.prompt_tokens
             self._totals["cached"] += sequence.cached_tokens
         self._totals["completion"] += sequence.generated

@@ -59,7 +59,7 @@ class Output:
     def _hand_on(self, text: str, sampled: tuple[Sampled, ...], reason: FinishReason | None) -> None:
         sequence = self._sequence
         now = time.perf_counter()
-        usage = Usage(sequence.prompt_tokens, sequence.cached_tokens or 0, sequence.generated)
+        usage = Usage(sequence.prompt_tokens, sequence.cached_tokens, sequence.generated)
         timing = Timing(
             queued=(self._started or now) - self._submitted,
             ttft=self._first - self._submitted if self._first else 0.0,

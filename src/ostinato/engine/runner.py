@@ -31,13 +31,14 @@ class Runner:
         rows: list[int] = []
         runs: list[tuple[Run, ...]] = []
         for item in work:
-            sequence, start = item.sequence, item.sequence.computed
-            end = start + item.tokens
-            tokens += sequence.token_ids[start:end]
-            positions += range(start, end)
-            slots += sequence.slots(start, end, size)
-            starts.append(len(tokens))
-            runs.append(_written(sequence.runs(size), end))
+            sequence = item.sequence
+            for chain, count in sequence.take(item.tokens):
+                first, end = chain.computed, chain.computed + count
+                tokens += chain.token_ids[first:end]
+                positions += range(chain.start + first, chain.start + end)
+                slots += chain.slots(first, end, size)
+                starts.append(len(tokens))
+                runs.append(sequence.runs(chain, end, size))
             if item.samples:
                 rows.append(len(tokens) - 1)
         device = self.decoder.backend.device
@@ -52,12 +53,3 @@ class Runner:
             partial(attend, self.pool, batch, self.decoder.backend.kernels),
             torch.tensor(rows, dtype=torch.int64, device=device),
         )
-
-
-def _written(runs: Seq[Run], tokens: int) -> tuple[Run, ...]:
-    """The runs cut to the first `tokens` positions."""
-    return tuple(
-        run if run.position + run.length <= tokens else Run(run.slot, tokens - run.position, run.position)
-        for run in runs
-        if run.position < tokens
-    )

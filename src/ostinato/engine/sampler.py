@@ -78,7 +78,7 @@ def _penalised(logits: Tensor, sequence: Sequence) -> Tensor:
         logits[seen] = torch.where(
             values > 0, values / params.repetition_penalty, values * params.repetition_penalty
         )
-    generated = sequence.token_ids[sequence.prompt_tokens :]
+    generated = sequence.generated_ids
     if generated and (params.presence_penalty or params.frequency_penalty):
         ids, counts = torch.tensor(generated, device=logits.device).unique(return_counts=True)
         logits[ids] -= params.presence_penalty + params.frequency_penalty * counts

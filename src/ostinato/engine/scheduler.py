@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from ostinato.cache.block import Block
 from ostinato.cache.index import Index
 from ostinato.cache.plan import Plan, make_plan
-from ostinato.engine.sequence import Sequence
+from ostinato.engine.sequence import Sequence, SequenceChain
 
 
 @dataclass(frozen=True)
 class Work:
-    """`tokens` tokens of `sequence` to compute in this step, from `sequence.computed` on."""
+    """`tokens` tokens of `sequence` to compute in this step, the next ones of its chains."""
 
     sequence: Sequence
     tokens: int
@@ -74,8 +74,9 @@ class Scheduler:
     def computed(self, work: Seq[Work]) -> None:
         """The step's KV is written: make full blocks findable by others."""
         for item in work:
-            item.sequence.computed += item.tokens
-            self._publish(item.sequence)
+            for chain, count in list(item.sequence.take(item.tokens)):
+                chain.computed += count
+                self._publish(item.sequence, chain)
 
     def finish(self, sequence: Sequence) -> None:
         """The request ended or was cancelled, waiting or running: its blocks are released."""
@@ -89,55 +90,74 @@ class Scheduler:
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_sequences:
                 return
-            keys = sequence.chain(self.block_size)
-            if self._awaits_other(keys):
+            if any(self._awaits_other(chain) for chain in sequence.chains):
                 continue
-            plan = make_plan(self.index, sequence.root, keys, sequence.token_ids)
-            # One block of headroom for each running sequence, or the next step would preempt.
-            headroom = len(self.running)
-            if plan.new_blocks + headroom > self.index.available_blocks - plan.idle_blocks:
+            plans = [self._plan(sequence, chain) for chain in sequence.chains]
+            if not self._fits(plans):
                 if self.running:
                     return  # in turn: a large request is not overtaken for ever by small ones
-                # Alone, the request fits by the engine's own check; only its copy source may be in the way.
-                plan = Plan(plan.reused, None, 0, len(plan.reused) * self.block_size, plan.new_blocks)
-            self._start(sequence, plan)
+                # Alone, the request fits by the engine's own check; only its copy sources may be in the way.
+                size = self.block_size
+                plans = [
+                    Plan(p.reused, None, 0, p.cached_tokens - p.copied_tokens, p.new_blocks) for p in plans
+                ]
+                assert self._fits(plans), (
+                    f"{len(plans)} chains do not fit {self.index.pool.slots // size} blocks"
+                )
+            self._start(sequence, plans)
 
-    def _awaits_other(self, keys: list[bytes]) -> bool:
+    def _plan(self, sequence: Sequence, chain: SequenceChain) -> Plan:
+        # The logits of the very last token are needed, so it is always computed.
+        limit = len(chain.token_ids) - (chain is sequence.last)
+        return make_plan(self.index, chain.root, chain.chain(self.block_size), chain.token_ids, limit=limit)
+
+    def _fits(self, plans: list[Plan]) -> bool:
+        """Whether there is room, with one block for each running sequence, or the next step would preempt."""
+        idle = {block for plan in plans for block in plan.touched if block.users == 0}
+        wanted = sum(plan.new_blocks for plan in plans) + len(self.running)
+        return wanted <= self.index.available_blocks - len(idle)
+
+    def _awaits_other(self, chain: SequenceChain) -> bool:
         """True if the first block that is not cached is being computed by a running sequence."""
+        keys = chain.chain(self.block_size)
         missing = next((key for key in keys if key not in self.index), None)
         return missing is not None and missing in self._computing
 
-    def _start(self, sequence: Sequence, plan: Plan) -> None:
-        for block in plan.reused:
-            self.index.acquire(block)
-        if plan.copied is not None:
-            self.index.acquire(plan.copied)
+    def _start(self, sequence: Sequence, plans: list[Plan]) -> None:
+        for plan in plans:  # all of them before the first allocation, which may evict
+            for block in plan.touched:
+                self.index.acquire(block)
+        for chain, plan in zip(sequence.chains, plans, strict=True):
+            self._start_chain(chain, plan)
+            if not sequence.admitted:
+                chain.cached = plan.cached_tokens
+        sequence.admitted = True
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        self.running.sort(key=lambda s: s.id)
+        for chain in sequence.chains:
+            for key in chain.keys[chain.published :]:
+                self._computing.setdefault(key, sequence)
+
+    def _start_chain(self, chain: SequenceChain, plan: Plan) -> None:
         after = plan.reused[-1].number if plan.reused else None
         new = self.index.allocate(plan.new_blocks, after=after)
         if plan.copied is not None:
             size = self.block_size
             self.index.pool.copy_slots(plan.copied.number * size, new[0].number * size, plan.copied_tokens)
             self.index.release([plan.copied])
-        sequence.blocks = [*plan.reused, *new]
-        sequence.forget_runs()
-        sequence.published = len(plan.reused)
-        sequence.computed = plan.cached_tokens
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = plan.cached_tokens
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
-        self.running.sort(key=lambda s: s.id)
-        for key in sequence.keys[sequence.published :]:
-            self._computing.setdefault(key, sequence)
+        chain.blocks = [*plan.reused, *new]
+        chain.forget_runs()
+        chain.published = len(plan.reused)
+        chain.computed = plan.cached_tokens
 
     def _grow(self) -> None:
         """Give every running sequence the block its next token needs, preempting the youngest if none is left."""
         for sequence in list(self.running):
-            while (
-                sequence in self.running and len(sequence.token_ids) > len(sequence.blocks) * self.block_size
-            ):
+            last = sequence.last
+            while sequence in self.running and len(last.token_ids) > len(last.blocks) * self.block_size:
                 if self.index.available_blocks:
-                    sequence.blocks += self.index.allocate(1, after=sequence.blocks[-1].number)
+                    last.blocks += self.index.allocate(1, after=last.blocks[-1].number)
                 else:
                     self._preempt(self.running[-1])
 
@@ -149,36 +169,42 @@ class Scheduler:
         self.waiting.append(sequence)
         self.waiting.sort(key=lambda s: s.id)
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _publish(self, sequence: Sequence, chain: SequenceChain) -> None:
         size = self.block_size
-        full = sequence.computed // size
-        if full == sequence.published:
+        done = chain.computed // size
+        if chain.fixed and not chain.remaining:
+            done = len(chain.blocks)
+        if done == chain.published:
             return
-        sequence.chain(size)
-        for i in range(sequence.published, full):
-            tokens = sequence.token_ids[i * size : (i + 1) * size]
-            block = self.index.publish(sequence.blocks[i], sequence.parent_key(i), tokens)
-            if block is not sequence.blocks[i]:
-                sequence.blocks[i] = block
-                sequence.forget_runs()
-            self._stop_computing(sequence, sequence.keys[i])
-        sequence.published = full
+        chain.chain(size)
+        for i in range(chain.published, done):
+            tokens = chain.token_ids[i * size : (i + 1) * size]
+            block = self.index.publish(chain.blocks[i], chain.parent_key(i), tokens)
+            if block is not chain.blocks[i]:
+                chain.blocks[i] = block
+                chain.forget_runs()
+            self._stop_computing(sequence, chain.keys[i])
+        chain.published = done
 
     def _release(self, sequence: Sequence) -> None:
+        for chain in reversed(sequence.chains):
+            self._release_chain(sequence, chain)
+
+    def _release_chain(self, sequence: Sequence, chain: SequenceChain) -> None:
         size = self.block_size
-        blocks: list[Block] = sequence.blocks[: sequence.published]
-        rest = sequence.blocks[sequence.published :]
-        tail = sequence.token_ids[sequence.published * size : sequence.computed]
+        blocks: list[Block] = chain.blocks[: chain.published]
+        rest = chain.blocks[chain.published :]
+        tail = chain.token_ids[chain.published * size : chain.computed]
         if tail:
-            kept = self.index.publish_tail(rest.pop(0), sequence.parent_key(sequence.published), tail)
+            kept = self.index.publish_tail(rest.pop(0), chain.parent_key(chain.published), tail)
             if kept is not None:
                 blocks.append(kept)
         self.index.release([*blocks, *rest])
-        for key in sequence.keys[sequence.published :]:
+        for key in chain.keys[chain.published :]:
             self._stop_computing(sequence, key)
-        sequence.blocks = []
-        sequence.forget_runs()
-        sequence.published = sequence.computed = 0
+        chain.blocks = []
+        chain.forget_runs()
+        chain.published = chain.computed = 0
 
     def _stop_computing(self, sequence: Sequence, key: bytes) -> None:
         if self._computing.get(key) is sequence:

@@ -1,71 +1,91 @@
-"""A sequence: one request's tokens, its blocks in the pool, and how far it has come."""
+"""A sequence: one request's chains of tokens, their blocks in the pool, and how far it has come."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ostinato.cache.block import Block
-from ostinato.cache.keys import block_key
+from ostinato.cache.keys import block_key, encode_fields, root_key
 from ostinato.cache.pool import Run
 from ostinato.engine.request import SamplingParams
+from ostinato.prompt.span import Prompt, View
 
 
 @dataclass(eq=False)
-class Sequence:
-    """State of one request inside the engine; only the engine's thread touches it once submitted.
+class SequenceChain:
+    """One chain of a sequence. The KV of its first `computed` tokens is written.
 
-    `token_ids` is the prompt followed by what was generated; the KV of the first `computed` is written.
+    A `fixed` chain never grows, so its last block can be shared although it is not full.
     """
 
-    id: int
     token_ids: list[int]
-    prompt_tokens: int
-    params: SamplingParams
+    start: int
     root: bytes
-    max_tokens: int
+    sees: tuple[View, ...]
+    fixed: bool
     computed: int = 0
+    cached: int = 0
+    """Tokens found cached when the sequence was first admitted."""
     blocks: list[Block] = field(default_factory=list[Block])
-    cached_tokens: int | None = None
-    """Prompt tokens whose prefill was skipped: set at first admission, never raised by preemption."""
-    keys: list[bytes] = field(default_factory=list[bytes])
-    """Chain keys of the full blocks of `token_ids`, as far as they were asked for."""
     published: int = 0
     """How many of `blocks` can be looked up by others."""
+    keys: list[bytes] = field(default_factory=list[bytes])
     _runs: list[Run] = field(default_factory=list[Run])
     _runs_blocks: int = 0
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute before the next one can be sampled."""
         return len(self.token_ids) - self.computed
 
-    @property
-    def generated(self) -> int:
-        return len(self.token_ids) - self.prompt_tokens
-
     def chain(self, block_size: int) -> list[bytes]:
-        """Chain keys of every full block of `token_ids`."""
+        """Keys of every block that can be shared: the full ones, and the last of a fixed chain."""
         parent = self.keys[-1] if self.keys else self.root
-        for start in range(len(self.keys) * block_size, len(self.token_ids) - block_size + 1, block_size):
-            parent = block_key(parent, self.token_ids[start : start + block_size])
+        for at in range(len(self.keys) * block_size, len(self.token_ids), block_size):
+            if at + block_size > len(self.token_ids) and not self.fixed:
+                break
+            parent = block_key(parent, self.token_ids[at : at + block_size])
             self.keys.append(parent)
         return self.keys
 
     def parent_key(self, block: int) -> bytes:
-        """Key of what block number `block` of this sequence continues."""
+        """Key of what block number `block` of this chain continues."""
         return self.keys[block - 1] if block else self.root
 
+    def key_of(self, end: int, block_size: int) -> bytes:
+        """Identity of the states of the first `end` tokens."""
+        whole = end // block_size
+        parent = self.root
+        if end == len(self.token_ids) and self.fixed:
+            return self.chain(block_size)[-1]
+        for at in range(0, whole * block_size, block_size):
+            parent = block_key(parent, self.token_ids[at : at + block_size])
+        return (
+            parent
+            if whole * block_size == end
+            else block_key(parent, self.token_ids[whole * block_size : end])
+        )
+
     def runs(self, block_size: int) -> list[Run]:
-        """The blocks of this sequence as runs. Lengths count whole blocks, written or not."""
+        """The blocks of this chain as runs. Lengths count whole blocks, written or not."""
         for i in range(self._runs_blocks, len(self.blocks)):
             slot = self.blocks[i].number * block_size
             last = self._runs[-1] if self._runs else None
             if last is not None and last.slot + last.length == slot:
                 self._runs[-1] = Run(last.slot, last.length + block_size, last.position)
             else:
-                self._runs.append(Run(slot, block_size, i * block_size))
+                self._runs.append(Run(slot, block_size, self.start + i * block_size))
         self._runs_blocks = len(self.blocks)
         return self._runs
+
+    def runs_of(self, start: int, end: int, block_size: int) -> Iterator[Run]:
+        """Runs of tokens number `start` to `end` (excluded)."""
+        first, last = self.start + start, self.start + end
+        for run in self.runs(block_size):
+            skipped = max(0, first - run.position)
+            length = min(run.position + run.length, last) - run.position - skipped
+            if length > 0:
+                yield run if length == run.length else Run(run.slot + skipped, length, run.position + skipped)
 
     def forget_runs(self) -> None:
         """Call after replacing or dropping blocks."""
@@ -75,3 +95,90 @@ class Sequence:
         """Pool slots of token numbers `start` to `end` (excluded)."""
         blocks = self.blocks
         return [blocks[i // block_size].number * block_size + i % block_size for i in range(start, end)]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of one request inside the engine; only the engine's thread touches it once submitted.
+
+    The last chain ends the prompt, and the generated tokens continue it.
+    """
+
+    id: int
+    chains: list[SequenceChain]
+    params: SamplingParams
+    max_tokens: int
+    prompt_tokens: int = 0
+    """Tokens that the reply sees: what the last chain sees of the others, and its own."""
+    admitted: bool = False
+    _last_prompt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._last_prompt_tokens = len(self.last.token_ids)
+        self.prompt_tokens = self._last_prompt_tokens + sum(
+            self._end(view) - view.start for view in self.last.sees
+        )
+
+    @property
+    def last(self) -> SequenceChain:
+        return self.chains[-1]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return sum(chain.remaining for chain in self.chains)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose prefill was skipped: set at first admission, never raised by preemption."""
+        seen = (min(self.chains[v.chain].cached, self._end(v)) - v.start for v in self.last.sees)
+        return self.last.cached + sum(max(0, tokens) for tokens in seen)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens, prompt and generated."""
+        return [token for chain in self.chains for token in chain.token_ids]
+
+    @property
+    def generated_ids(self) -> list[int]:
+        return self.last.token_ids[self._last_prompt_tokens :]
+
+    @property
+    def generated(self) -> int:
+        return len(self.last.token_ids) - self._last_prompt_tokens
+
+    def take(self, tokens: int) -> Iterator[tuple[SequenceChain, int]]:
+        """The next `tokens` tokens to compute, chain by chain: what is seen comes before who sees it."""
+        for chain in self.chains:
+            count = min(chain.remaining, tokens)
+            if count:
+                yield chain, count
+                tokens -= count
+
+    def runs(self, chain: SequenceChain, end: int, block_size: int) -> tuple[Run, ...]:
+        """All KV that the first `end` tokens of `chain` may look at, their own included."""
+        seen = [
+            run
+            for view in chain.sees
+            for run in self.chains[view.chain].runs_of(view.start, self._end(view), block_size)
+        ]
+        return (*seen, *chain.runs_of(0, end, block_size))
+
+    def _end(self, view: View) -> int:
+        return len(self.chains[view.chain].token_ids) if view.end is None else view.end
+
+
+def sequence_chains(prompt: Prompt, fingerprint: bytes, block_size: int) -> list[SequenceChain]:
+    """The chains of a prompt with their roots: the hash of position and everything in sight."""
+    chains: list[SequenceChain] = []
+    for number, chain in enumerate(prompt.chains):
+        context: list[bytes] = []
+        for view in chain.sees:
+            seen = chains[view.chain]
+            end = len(seen.token_ids) if view.end is None else view.end
+            context += [seen.key_of(end, block_size), view.start.to_bytes(8, "little")]
+        kind = "module" if chain.sees or chain.start else "prefix"
+        root = root_key(fingerprint, kind=kind, start=chain.start, context=encode_fields(context))
+        fixed = number < len(prompt.chains) - 1
+        chains.append(SequenceChain(list(chain.token_ids), chain.start, root, chain.sees, fixed))
+    return chains

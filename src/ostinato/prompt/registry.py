@@ -1,0 +1,83 @@
+"""The registry: schemas by name, laid out for one model."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from ostinato.models.tokenizer import Tokenizer
+from ostinato.prompt.layout import Layout, layout
+from ostinato.prompt.pml import load_schema, parse_schema
+from ostinato.prompt.resolve import Resolved, ReuseMode, resolve
+from ostinato.prompt.schema import Module, Schema, SchemaError, SchemaPrompt, Union, known, use
+
+
+class Registry:
+    """Safe to use from any thread. Registering a name again replaces its schema: a new version."""
+
+    def __init__(self, tokenizer: Tokenizer, max_positions: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_positions = max_positions
+        self._layouts: dict[str, Layout] = {}
+        self._lock = threading.Lock()
+        self._bare = layout(Schema("none"), tokenizer)
+
+    def register(self, schema: Schema | str | Path) -> Layout:
+        """Lay out and keep a schema, given as PML text, as a path to a PML file, or typed.
+
+        Raises:
+            SchemaError: it is malformed; nothing is registered then.
+        """
+        if isinstance(schema, Path):
+            schema = load_schema(schema)
+        elif isinstance(schema, str):
+            schema = parse_schema(schema) if "<" in schema else load_schema(Path(schema))
+        laid_out = layout(schema, self._tokenizer, max_positions=self._max_positions)
+        with self._lock:
+            self._layouts[schema.name] = laid_out
+        return laid_out
+
+    def get(self, name: str) -> Layout:
+        """The layout of a schema; SchemaError if there is none of that name."""
+        with self._lock:
+            if name not in self._layouts:
+                raise SchemaError(f"There is no schema {name!r}. {known(name, self._layouts)}")
+            return self._layouts[name]
+
+    def remove(self, name: str) -> None:
+        """Forget a schema; SchemaError if there is none of that name."""
+        self.get(name)
+        with self._lock:
+            self._layouts.pop(name, None)
+
+    def names(self) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(sorted(self._layouts))
+
+    def resolve(self, prompt: SchemaPrompt, mode: ReuseMode, link_tokens: int) -> Resolved:
+        """The chains of a prompt over its schema, or over none."""
+        over = self._bare if prompt.schema is None else self.get(prompt.schema)
+        return resolve(over, prompt, mode=mode, link_tokens=link_tokens)
+
+
+def module_prompts(schema: Schema) -> list[SchemaPrompt]:
+    """Prompts that between them import every cached module of `schema`."""
+    prompts: list[SchemaPrompt] = []
+
+    def visit(children: tuple[object, ...], outer: tuple[str, ...]) -> None:
+        for child in children:
+            if isinstance(child, Module):
+                path = (*outer, child.name)
+                if child.cache:
+                    item = use(path[-1])
+                    for name in reversed(path[:-1]):
+                        item = use(name, item)
+                    prompts.append(schema.prompt(item))
+                visit(child.children, path)
+            elif isinstance(child, Union):
+                visit(child.children, outer)
+            elif hasattr(child, "children"):
+                visit(child.children, outer)  # pyright: ignore[reportAttributeAccessIssue]
+
+    visit(schema.children, ())
+    return prompts or [schema.prompt()]
