@@ -1,0 +1,73 @@
+"""The slow, obvious reference: one forward over all tokens of a prompt, with an explicit mask that says who sees whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ostinato.engine.attention import AttentionLayer
+from ostinato.models.decoder import Decoder
+from ostinato.models.linear import Backend
+from ostinato.models.weights import load_model_files
+from ostinato.prompt.span import Prompt
+
+
+def decoder_of(folder: Path) -> Decoder:
+    """The model in float32, in plain PyTorch."""
+    config, weights = load_model_files(folder)
+    return Decoder(config, weights, Backend(torch.float32, torch.device("cpu"), None, 4096), max_positions=1024)
+
+
+def dense_logits(decoder: Decoder, prompt: Prompt) -> Tensor:
+    """Logits of the tokens of the prompt's last chain, [tokens, vocab]."""
+    owner, number, position, tokens = [], [], [], []
+    for index, chain in enumerate(prompt.chains):
+        for i, token in enumerate(chain.token_ids):
+            owner.append(index)
+            number.append(i)
+            position.append(chain.start + i)
+            tokens.append(token)
+    size = len(tokens)
+    mask = torch.zeros(size, size, dtype=torch.bool)
+    for q in range(size):
+        views = {view.chain: view for view in prompt.chains[owner[q]].sees}
+        for k in range(size):
+            if owner[k] == owner[q]:
+                mask[q, k] = number[k] <= number[q]
+            elif (view := views.get(owner[k])) is not None:
+                end = len(prompt.chains[owner[k]].token_ids) if view.end is None else view.end
+                mask[q, k] = view.start <= number[k] < end and position[k] <= position[q]
+    at = torch.tensor(position)
+    distance = at[:, None] - at[None, :]
+
+    def attend(layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        heads = qkv.view(size, -1, layer.head_dim)
+        q, k, v = heads.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = norm(q, layer.q_norm, layer.norm_eps), norm(k, layer.k_norm, layer.norm_eps)
+        if layer.cos is not None and layer.sin is not None:
+            q, k = turn(q, layer.cos[at], layer.sin[at]), turn(k, layer.cos[at], layer.sin[at])
+        k = k.repeat_interleave(layer.heads // layer.kv_heads, dim=1)
+        v = v.repeat_interleave(layer.heads // layer.kv_heads, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scale
+        if layer.slopes is not None:
+            scores = scores - layer.slopes[:, None, None] * distance
+        seen = mask if layer.window is None else mask & (distance < layer.window)
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+    logits = decoder.forward(torch.tensor(tokens), attend, torch.arange(size))
+    return logits[-len(prompt.chains[-1].token_ids) :]
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
