@@ -17,17 +17,20 @@ from ostinato.prompt.span import Prompt
 def decoder_of(folder: Path) -> Decoder:
     """The model in float32, in plain PyTorch."""
     config, weights = load_model_files(folder)
-    return Decoder(config, weights, Backend(torch.float32, torch.device("cpu"), None, 4096), max_positions=1024)
+    return Decoder(
+        config, weights, Backend(torch.float32, torch.device("cpu"), None, 4096), max_positions=1024
+    )
 
 
 def dense_logits(decoder: Decoder, prompt: Prompt) -> Tensor:
     """Logits of the tokens of the prompt's last chain, [tokens, vocab]."""
-    owner, number, position, tokens = [], [], [], []
+    owner, number, position, home, tokens = [], [], [], [], []
     for index, chain in enumerate(prompt.chains):
         for i, token in enumerate(chain.token_ids):
             owner.append(index)
             number.append(i)
             position.append(chain.start + i)
+            home.append((chain.start if chain.home is None else chain.home) + i)
             tokens.append(token)
     size = len(tokens)
     mask = torch.zeros(size, size, dtype=torch.bool)
@@ -38,20 +41,28 @@ def dense_logits(decoder: Decoder, prompt: Prompt) -> Tensor:
                 mask[q, k] = number[k] <= number[q]
             elif (view := views.get(owner[k])) is not None:
                 end = len(prompt.chains[owner[k]].token_ids) if view.end is None else view.end
-                mask[q, k] = view.start <= number[k] < end and position[k] <= position[q]
-    at = torch.tensor(position)
-    distance = at[:, None] - at[None, :]
+                mask[q, k] = view.start <= number[k] < end and position[k] <= home[q]
+    # A moved chain computes at its home, itself included; whoever else looks at it finds it where it was moved.
+    own = torch.tensor(owner)[:, None] == torch.tensor(owner)[None, :]
+    at, at_home = torch.tensor(position), torch.tensor(home)
+    distance = torch.where(own, at_home[:, None] - at_home[None, :], at_home[:, None] - at[None, :])
 
     def attend(layer: AttentionLayer, qkv: Tensor) -> Tensor:
         heads = qkv.view(size, -1, layer.head_dim)
         q, k, v = heads.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = norm(q, layer.q_norm, layer.norm_eps), norm(k, layer.k_norm, layer.norm_eps)
+        group = layer.heads // layer.kv_heads
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        k_own, k_other = k, k
         if layer.cos is not None and layer.sin is not None:
-            q, k = turn(q, layer.cos[at], layer.sin[at]), turn(k, layer.cos[at], layer.sin[at])
-        k = k.repeat_interleave(layer.heads // layer.kv_heads, dim=1)
-        v = v.repeat_interleave(layer.heads // layer.kv_heads, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scale
+            q = turn(q, layer.cos[at_home], layer.sin[at_home])
+            k_own = turn(k, layer.cos[at_home], layer.sin[at_home])
+            k_other = turn(k, layer.cos[at], layer.sin[at])
+        scores = torch.where(
+            own, torch.einsum("qhd,khd->hqk", q, k_own), torch.einsum("qhd,khd->hqk", q, k_other)
+        )
+        scores = scores * layer.scale
         if layer.slopes is not None:
             scores = scores - layer.slopes[:, None, None] * distance
         seen = mask if layer.window is None else mask & (distance < layer.window)

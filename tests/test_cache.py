@@ -32,6 +32,10 @@ def make_sequence(number: int, tokens: list[int], max_tokens: int) -> Sequence:
     )
 
 
+def no_move(_sources: list[int], _targets: list[int], _by: int) -> None:
+    raise AssertionError("no chain here is moved")
+
+
 def plan_of(index: Index, tokens: list[int]) -> Plan:
     return make_plan(index, ROOT, chain_keys(ROOT, tokens, SIZE), tokens, limit=len(tokens) - 1)
 
@@ -58,7 +62,7 @@ class CacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = make_pool(12)
         self.index = Index(self.pool, LRU())
-        self.scheduler = Scheduler(self.index, max_batch_tokens=6, max_sequences=4)
+        self.scheduler = Scheduler(self.index, max_batch_tokens=6, max_sequences=4, move=no_move)
         self.next_id = 0
         self.live: list[Sequence] = []
 
@@ -143,7 +147,7 @@ TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=60, d
 def fill(index: Index, tokens: list[int]) -> list[Block]:
     """Cache the KV of `tokens` and release it."""
     plan = plan_of(index, tokens)
-    scheduler = Scheduler(index, max_batch_tokens=1000, max_sequences=1)
+    scheduler = Scheduler(index, max_batch_tokens=1000, max_sequences=1, move=no_move)
     sequence = make_sequence(0, tokens, 1)
     scheduler.add(sequence)
     scheduler.computed(scheduler.schedule())
@@ -188,7 +192,7 @@ def test_a_longer_tail_replaces_the_shorter() -> None:
 
 def test_a_prefix_in_computation_is_waited_for() -> None:
     index = Index(make_pool(32), LRU())
-    scheduler = Scheduler(index, max_batch_tokens=8, max_sequences=8)
+    scheduler = Scheduler(index, max_batch_tokens=8, max_sequences=8, move=no_move)
     shared = list(range(24))
     sequences = [make_sequence(i, [*shared, 50 + i], 1) for i in range(3)]
     for sequence in sequences:
@@ -204,7 +208,7 @@ def test_a_prefix_in_computation_is_waited_for() -> None:
 
 def test_whoever_waits_goes_on_when_the_other_is_cancelled() -> None:
     index = Index(make_pool(32), LRU())
-    scheduler = Scheduler(index, max_batch_tokens=8, max_sequences=8)
+    scheduler = Scheduler(index, max_batch_tokens=8, max_sequences=8, move=no_move)
     first, second = (make_sequence(i, list(range(24)), 1) for i in range(2))
     scheduler.add(first)
     scheduler.add(second)
@@ -232,7 +236,7 @@ def test_allocation_prefers_one_run() -> None:
 
 def test_a_short_prompt_is_not_starved_by_a_long_one() -> None:
     index = Index(make_pool(300), LRU())
-    scheduler = Scheduler(index, max_batch_tokens=16, max_sequences=8)
+    scheduler = Scheduler(index, max_batch_tokens=16, max_sequences=8, move=no_move)
     long = make_sequence(0, list(range(800)), 1)
     short = make_sequence(1, list(range(1000, 1010)), 5)
     scheduler.add(long)

@@ -59,10 +59,17 @@ def prompts(draw: st.DrawFn) -> Prompt:
                 sees.append(View(earlier))
             elif kind == "part":
                 start = draw(st.integers(0, length - 1))
-                sees.append(View(earlier, start, draw(st.sampled_from((None, draw(st.integers(start + 1, length)))))))
-        chains.append(Chain((Span(tokens),), position, tuple(sees)))
+                sees.append(
+                    View(earlier, start, draw(st.sampled_from((None, draw(st.integers(start + 1, length))))))
+                )
+        # Some chains are moved: computed right behind what they see.
+        ends = [chains[view.chain].start + len(chains[view.chain].token_ids) for view in sees]
+        home = max(ends, default=0) if draw(st.booleans()) else None
+        chains.append(Chain((Span(tokens),), position, tuple(sees), home))
         position += len(tokens) + draw(st.sampled_from((0, 0, 3, 11)))
-    last = Chain((Span(library(draw(st.integers(7, 9)))),), position, tuple(View(i) for i in range(len(chains))))
+    last = Chain(
+        (Span(library(draw(st.integers(7, 9)))),), position, tuple(View(i) for i in range(len(chains)))
+    )
     return Prompt((*chains, last))
 
 

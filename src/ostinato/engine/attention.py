@@ -8,6 +8,7 @@ their log-sum-exp (as in flash-decoding and cascade attention).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -102,6 +103,31 @@ def attend(
         values[:, batch.slots_long] = v.transpose(0, 1)
         out = _attend_torch(q, keys, values, batch, layer)
     return out.flatten(1)
+
+
+def move(
+    pool: Pool, layers: Sequence[AttentionLayer], sources: list[int], targets: list[int], by: int
+) -> None:
+    """Copy KV to other slots, as if its tokens stood `by` positions further on.
+
+    Exact for RoPE, which is a rotation by an angle proportional to the position; ALiBi looks at positions only
+    when it attends, so there a copy is enough.
+    """
+    device = pool.kv.device
+    kv = pool.kv[:, :, :, torch.tensor(sources, device=device)]
+    tables: dict[int, list[int]] = {}
+    for layer in layers:
+        if layer.cos is not None:
+            tables.setdefault(id(layer.cos), []).append(layer.index)
+    for numbers in tables.values():
+        layer = layers[numbers[0]]
+        assert layer.cos is not None
+        assert layer.sin is not None
+        cos, sin = layer.cos[abs(by)], layer.sin[abs(by)]
+        # Tables scaled by the checkpoint (YaRN) have scaled the keys once already.
+        length = torch.sqrt(cos.square() + sin.square())
+        kv[numbers, 0] = _rotate(kv[numbers, 0], cos / length, sin / length * (1 if by >= 0 else -1))
+    pool.kv[:, :, :, torch.tensor(targets, device=device)] = kv
 
 
 def _split_and_rotate(qkv: Tensor, positions: Tensor, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,7 @@ from ostinato.cache.index import Index
 from ostinato.cache.keys import model_fingerprint
 from ostinato.cache.policy.lru import LRU
 from ostinato.cache.pool import Pool
+from ostinato.engine.attention import move
 from ostinato.engine.device import choose_device, choose_dtype, choose_kv_tokens
 from ostinato.engine.output import Output, Sink
 from ostinato.engine.request import Chunk, Reply, SamplingParams, TokenLogprob
@@ -134,7 +135,12 @@ class Engine:
         if compiled is not None:
             compiled.huge_pages(pool.kv)
         self.index = Index(pool, LRU())
-        self.scheduler = Scheduler(self.index, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
+        self.scheduler = Scheduler(
+            self.index,
+            max_batch_tokens=max_batch_tokens,
+            max_sequences=max_sequences,
+            move=partial(move, pool, [layer.attention for layer in decoder.layers]),
+        )
         self._runner = Runner(decoder, pool)
         self._sampler = Sampler()
         self._stop_token_ids = frozenset(config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)

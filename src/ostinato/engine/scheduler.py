@@ -7,6 +7,7 @@ between the oldest sequence and the shortest ones, so a long prompt neither star
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from ostinato.engine.sequence import Sequence, SequenceChain
 
 @dataclass(frozen=True)
 class Work:
-    """`tokens` tokens of `sequence` to compute in this step, the next ones of its chains."""
+    """Up to `tokens` tokens of `sequence` to compute in this step, the next ones of its chains."""
 
     sequence: Sequence
     tokens: int
@@ -26,14 +27,19 @@ class Work:
     @property
     def samples(self) -> bool:
         """True if the step computes the last known token, so that the next one can be sampled."""
-        return self.tokens == self.sequence.remaining
+        return sum(count for _, count in self.sequence.take(self.tokens)) == self.sequence.remaining
+
+
+Move = Callable[[list[int], list[int], int], None]
+"""Copies the KV of source slots to target slots, turned by that many positions."""
 
 
 class Scheduler:
     """Owns the waiting and running sequences and their blocks."""
 
-    def __init__(self, index: Index, *, max_batch_tokens: int, max_sequences: int) -> None:
+    def __init__(self, index: Index, *, max_batch_tokens: int, max_sequences: int, move: Move) -> None:
         self.index = index
+        self._move = move
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.waiting: list[Sequence] = []
@@ -77,6 +83,7 @@ class Scheduler:
             for chain, count in list(item.sequence.take(item.tokens)):
                 chain.computed += count
                 self._publish(item.sequence, chain)
+            self._move_chains(item.sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """The request ended or was cancelled, waiting or running: its blocks are released."""
@@ -90,9 +97,11 @@ class Scheduler:
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_sequences:
                 return
-            if any(self._awaits_other(chain) for chain in sequence.chains):
+            self._skip_sources(sequence)
+            chains = [chain for chain in sequence.chains if not chain.skipped]
+            if any(self._awaits_other(chain) for chain in chains):
                 continue
-            plans = [self._plan(sequence, chain) for chain in sequence.chains]
+            plans = [self._plan(sequence, chain) for chain in chains]
             if not self._fits(plans):
                 if self.running:
                     return  # in turn: a large request is not overtaken for ever by small ones
@@ -104,7 +113,26 @@ class Scheduler:
                 assert self._fits(plans), (
                     f"{len(plans)} chains do not fit {self.index.pool.slots // size} blocks"
                 )
-            self._start(sequence, plans)
+            self._start(sequence, chains, plans)
+
+    def _skip_sources(self, sequence: Sequence) -> None:
+        """Where all of a moved chain is cached, nothing has to be computed at its home."""
+        for chain in sequence.chains:
+            if chain.source is not None:
+                chain.source.skipped = self._plan(sequence, chain).cached_tokens == len(chain.token_ids)
+
+    def _move_chains(self, sequence: Sequence) -> None:
+        """Move what is written at its home to where it is used."""
+        size = self.block_size
+        for chain in sequence.chains:
+            source = chain.source
+            if source is None or not chain.remaining or source.remaining or source.skipped:
+                continue
+            count = len(chain.token_ids)
+            targets = chain.slots(chain.computed, count, size)
+            self._move(source.slots(chain.computed, count, size), targets, chain.start - source.start)
+            chain.computed = count
+            self._publish(sequence, chain)
 
     def _plan(self, sequence: Sequence, chain: SequenceChain) -> Plan:
         # The logits of the very last token are needed, so it is always computed.
@@ -123,21 +151,24 @@ class Scheduler:
         missing = next((key for key in keys if key not in self.index), None)
         return missing is not None and missing in self._computing
 
-    def _start(self, sequence: Sequence, plans: list[Plan]) -> None:
+    def _start(self, sequence: Sequence, chains: list[SequenceChain], plans: list[Plan]) -> None:
         for plan in plans:  # all of them before the first allocation, which may evict
             for block in plan.touched:
                 self.index.acquire(block)
-        for chain, plan in zip(sequence.chains, plans, strict=True):
+        for chain, plan in zip(chains, plans, strict=True):
             self._start_chain(chain, plan)
             if not sequence.admitted:
-                chain.cached = plan.cached_tokens
+                # Of a moved chain, what need not be computed at its home counts too.
+                at_home = 0 if chain.source is None else chain.source.cached
+                chain.cached = max(plan.cached_tokens, at_home)
         sequence.admitted = True
         self.waiting.remove(sequence)
         self.running.append(sequence)
         self.running.sort(key=lambda s: s.id)
-        for chain in sequence.chains:
+        for chain in chains:
             for key in chain.keys[chain.published :]:
                 self._computing.setdefault(key, sequence)
+        self._move_chains(sequence)
 
     def _start_chain(self, chain: SequenceChain, plan: Plan) -> None:
         after = plan.reused[-1].number if plan.reused else None

@@ -16,7 +16,8 @@ from ostinato.prompt.span import Prompt, View
 class SequenceChain:
     """One chain of a sequence. The KV of its first `computed` tokens is written.
 
-    A `fixed` chain never grows, so its last block can be shared although it is not full.
+    A `fixed` chain never grows, so its last block can be shared although it is not full. A chain with a
+    `source` is not computed: its KV is moved from there, where the same tokens stand at another position.
     """
 
     token_ids: list[int]
@@ -24,7 +25,10 @@ class SequenceChain:
     root: bytes
     sees: tuple[View, ...]
     fixed: bool
+    source: SequenceChain | None = None
     computed: int = 0
+    skipped: bool = False
+    """True for a source that is not needed: all of what would be moved from it is cached."""
     cached: int = 0
     """Tokens found cached when the sequence was first admitted."""
     blocks: list[Block] = field(default_factory=list[Block])
@@ -36,7 +40,7 @@ class SequenceChain:
 
     @property
     def remaining(self) -> int:
-        return len(self.token_ids) - self.computed
+        return 0 if self.skipped else len(self.token_ids) - self.computed
 
     def chain(self, block_size: int) -> list[bytes]:
         """Keys of every block that can be shared: the full ones, and the last of a fixed chain."""
@@ -148,8 +152,10 @@ class Sequence:
         return len(self.last.token_ids) - self._last_prompt_tokens
 
     def take(self, tokens: int) -> Iterator[tuple[SequenceChain, int]]:
-        """The next `tokens` tokens to compute, chain by chain: what is seen comes before who sees it."""
+        """The next tokens to compute, at most `tokens`, chain by chain: what is seen comes before who sees it."""
         for chain in self.chains:
+            if chain.source is not None and chain.remaining:
+                return  # moved once its source is written; what comes behind may look at it
             count = min(chain.remaining, tokens)
             if count:
                 yield chain, count
@@ -169,16 +175,42 @@ class Sequence:
 
 
 def sequence_chains(prompt: Prompt, fingerprint: bytes, block_size: int) -> list[SequenceChain]:
-    """The chains of a prompt with their roots: the hash of position and everything in sight."""
+    """The chains of a prompt with their roots: the hash of position and everything in sight.
+
+    A chain that is moved from its home becomes two. Neighbours that are moved have all their homes first, so
+    that they are computed in one step.
+    """
     chains: list[SequenceChain] = []
-    for number, chain in enumerate(prompt.chains):
+    moved: list[tuple[int, SequenceChain]] = []
+    place: dict[int, int] = {}
+
+    def root(kind: str, start: int, seen: list[tuple[SequenceChain, View]]) -> bytes:
         context: list[bytes] = []
-        for view in chain.sees:
-            seen = chains[view.chain]
-            end = len(seen.token_ids) if view.end is None else view.end
-            context += [seen.key_of(end, block_size), view.start.to_bytes(8, "little")]
-        kind = "module" if chain.sees or chain.start else "prefix"
-        root = root_key(fingerprint, kind=kind, start=chain.start, context=encode_fields(context))
+        for chain, view in seen:
+            end = len(chain.token_ids) if view.end is None else view.end
+            context += [chain.key_of(end, block_size), view.start.to_bytes(8, "little")]
+        return root_key(fingerprint, kind=kind, start=start, context=encode_fields(context))
+
+    def settle() -> None:
+        for number, chain in moved:
+            place[number] = len(chains)
+            chains.append(chain)
+        moved.clear()
+
+    for number, chain in enumerate(prompt.chains):
+        home = chain.start if chain.home is None else chain.home
+        if home == chain.start or any(view.chain not in place for view in chain.sees):
+            settle()
+        sees = tuple(View(place[view.chain], view.start, view.end) for view in chain.sees)
+        kind = "module" if sees or home else "prefix"
         fixed = number < len(prompt.chains) - 1
-        chains.append(SequenceChain(list(chain.token_ids), chain.start, root, chain.sees, fixed))
+        at_home = SequenceChain(
+            list(chain.token_ids), home, root(kind, home, [(chains[v.chain], v) for v in sees]), sees, fixed
+        )
+        place.setdefault(number, len(chains))
+        chains.append(at_home)
+        if home != chain.start:
+            del place[number]
+            turned = root("moved", chain.start, [(at_home, View(0))])
+            moved.append((number, SequenceChain(at_home.token_ids, chain.start, turned, (), fixed, at_home)))
     return chains
