@@ -65,7 +65,7 @@ def prompts(draw: st.DrawFn) -> Prompt:
         # Some chains are moved: computed right behind what they see.
         ends = [chains[view.chain].start + len(chains[view.chain].token_ids) for view in sees]
         home = max(ends, default=0) if draw(st.booleans()) else None
-        chains.append(Chain((Span(tokens),), position, tuple(sees), home))
+        chains.append(Chain((Span(tokens),), position, tuple(sees), home=home))
         position += len(tokens) + draw(st.sampled_from((0, 0, 3, 11)))
     last = Chain(
         (Span(library(draw(st.integers(7, 9)))),), position, tuple(View(i) for i in range(len(chains)))

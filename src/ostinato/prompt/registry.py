@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 from ostinato.models.tokenizer import Tokenizer
+from ostinato.prompt.documents import has_documents, resolve_documents
 from ostinato.prompt.layout import Layout, layout
 from ostinato.prompt.pml import load_schema, parse_schema
 from ostinato.prompt.resolve import Resolved, ReuseMode, resolve
@@ -56,6 +57,10 @@ class Registry:
 
     def resolve(self, prompt: SchemaPrompt, mode: ReuseMode, link_tokens: int) -> Resolved:
         """The chains of a prompt over its schema, or over none."""
+        if has_documents(prompt):
+            return resolve_documents(
+                self._tokenizer, prompt, mode=mode, link_tokens=link_tokens, max_positions=self._max_positions
+            )
         over = self._bare if prompt.schema is None else self.get(prompt.schema)
         return resolve(over, prompt, mode=mode, link_tokens=link_tokens)
 

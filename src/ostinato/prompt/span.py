@@ -37,11 +37,11 @@ class Chain:
     spans: tuple[Span, ...]
     start: int = 0
     sees: tuple[View, ...] = ()
+    name: str = ""
+    """For reports: the path of a module ("city/paris"), or empty for text."""
     home: int | None = None
     """Where the chain is encoded, right behind what it sees, if it is moved from there to `start`. Its states
     stay those of its home; only its keys turn with the position."""
-    name: str = ""
-    """For reports: the path of a module ("city/paris"), or empty for text."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
