@@ -30,6 +30,8 @@ PREFILL = (512, 2048, 4096)
 CONTEXTS = (512, 4096)
 DECODE_TOKENS = 48
 BATCH, BATCH_TOKENS = 8, 128
+MODULES = ((512,) * 8, (987,) * 8)
+QUESTION = 64
 MARKERS = ("<!-- peers: begin -->", "<!-- peers: end -->")
 
 
@@ -48,6 +50,14 @@ class Peer(Protocol):
 
     def repeat(self, tokens: list[int]) -> float:
         """The prompt that came last, again: until the first token's logits."""
+        ...
+
+    def modules(self, modules: list[list[int]], question: list[int], how: str) -> float:
+        """TTFT of a question about modules that were all used before, but never in this order.
+
+        `how` is "cold" (nothing cached), "cached", or "prefix": the question alone, on one cached prefix that is
+        as long as all the modules; "moved": as cached, and the modules stand in a new order.
+        """
         ...
 
     def batch(self, prompts: list[list[int]], count: int) -> float:
@@ -91,6 +101,32 @@ class Ostinato:
         assert reply.usage.cached_tokens == len(tokens) - 1, reply.usage
         return reply.timing.ttft
 
+    def modules(self, modules: list[list[int]], question: list[int], how: str) -> float:
+        from ostinato.prompt.span import Chain, Prompt, Span, View, plain
+
+        flat = [token for module in modules for token in module]
+        if how in ("cold", "prefix"):
+            self.engine.clear_cache()
+        if how == "prefix":
+            self.engine.generate(plain(Span(tuple(flat))), self._params(1))
+            return self.engine.generate(plain(Span((*flat, *question))), self._params(1)).timing.ttft
+        if how == "cold":
+            return self.engine.generate(plain(Span((*flat, *question))), self._params(1)).timing.ttft
+        head = 16
+        for order, asked in ((modules, question[::-1]), (modules[::-1], question)):
+            # Every module is encoded behind the always-present head, and moved from there to where it stands.
+            chains, at = [Chain((Span(tuple(modules[0][:head])),))], head
+            for module in order:
+                chains.append(Chain((Span(tuple(module)),), at, (View(0),), home=head))
+                at += len(module)
+            asking = Chain((Span(tuple(asked)),), at, tuple(View(i) for i in range(len(chains))))
+            reply = self.engine.generate(Prompt((*chains, asking)), self._params(1))
+        if how == "cached":  # only the question is new
+            asking = Chain((Span((question[1], *question[1:])),), at, asking.sees)
+            reply = self.engine.generate(Prompt((*chains, asking)), self._params(1))
+        assert reply.usage.prompt_tokens - reply.usage.cached_tokens == len(question), reply.usage
+        return reply.timing.ttft
+
     def batch(self, prompts: list[list[int]], count: int) -> float:
         for prompt in prompts:
             self.engine.generate(prompt, self._params(1))
@@ -131,6 +167,17 @@ class LlamaCpp:
         next(self.llm.generate(tokens, temp=0.0))
         start = time.perf_counter()
         next(self.llm.generate(tokens, temp=0.0))
+        return time.perf_counter() - start
+
+    def modules(self, modules: list[list[int]], question: list[int], how: str) -> float:
+        if how in ("cached", "moved"):  # it reuses prefixes only, and a new order shares none
+            how = "cold"
+        flat = [token for module in modules for token in module]
+        if how == "cold":
+            return self.prefill([*flat, *question])
+        self.prefill(flat)
+        start = time.perf_counter()
+        self.llm.eval(question)
         return time.perf_counter() - start
 
     def batch(self, prompts: list[list[int]], count: int) -> float:
@@ -176,6 +223,15 @@ class Transformers:
 
     def repeat(self, tokens: list[int]) -> float:
         return self.prefill(tokens)  # generate() keeps nothing between calls
+
+    def modules(self, modules: list[list[int]], question: list[int], how: str) -> float:
+        flat = [token for module in modules for token in module]
+        if how != "prefix":
+            return self.prefill([*flat, *question])
+        past = self._forward([flat], None)
+        start = time.perf_counter()
+        self._forward([question], past)
+        return time.perf_counter() - start
 
     def batch(self, prompts: list[list[int]], count: int) -> float:
         past = self._forward(prompts, None)
@@ -269,6 +325,12 @@ def measure(peers: dict[str, Process], rounds: int) -> dict[str, dict[str, list[
         for count in CONTEXTS:
             take(f"decode_{count}", lambda s: 1 / s, "decode", tokens(count), DECODE_TOKENS)
         take("repeat_4096_ms", lambda s: s * 1000, "repeat", tokens(4096))
+        for sizes in MODULES:
+            modules, name = [tokens(size) for size in sizes], sum(sizes)
+            for how in ("cold", "moved", "cached", "prefix"):
+                take(
+                    f"modules_{name}_{how}_ms", lambda s: s * 1000, "modules", modules, tokens(QUESTION), how
+                )
         take("batch_1", lambda x: x, "batch", [tokens(64)], BATCH_TOKENS)
         take("batch_8", lambda x: x, "batch", [tokens(64) for _ in range(BATCH)], BATCH_TOKENS)
     return results

@@ -350,10 +350,10 @@ def test_client_leaves_while_its_prompt_is_encoded(
     before = exact_engine.stats()
     begun, proceed, encode = threading.Event(), threading.Event(), exact_engine.encode
 
-    def slow(prompt: Any) -> Any:
+    def slow(prompt: Any, **options: Any) -> Any:
         begun.set()
         assert proceed.wait(DEADLINE)
-        return encode(prompt)
+        return encode(prompt, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(exact_engine, "encode", slow)

@@ -14,7 +14,7 @@ def test_no_server_error(engine: Engine) -> None:
     with serving(engine) as url:
         schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
         operations = [result.ok() for result in schema.get_all_operations()]
-        assert len(operations) == 6
+        assert len(operations) == 11
         for operation in operations:
 
             @given(case=operation.as_strategy())

@@ -8,7 +8,7 @@ their log-sum-exp (as in flash-decoding and cascade attention).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -106,28 +106,49 @@ def attend(
 
 
 def move(
-    pool: Pool, layers: Sequence[AttentionLayer], sources: list[int], targets: list[int], by: int
+    pool: Pool,
+    layers: Sequence[AttentionLayer],
+    kernels: Kernels | None,
+    sources: list[int],
+    targets: list[int],
+    by: int,
 ) -> None:
     """Copy KV to other slots, as if its tokens stood `by` positions further on.
 
     Exact for RoPE, which is a rotation by an angle proportional to the position; ALiBi looks at positions only
     when it attends, so there a copy is enough.
     """
-    device = pool.kv.device
-    kv = pool.kv[:, :, :, torch.tensor(sources, device=device)]
-    tables: dict[int, list[int]] = {}
-    for layer in layers:
-        if layer.cos is not None:
-            tables.setdefault(id(layer.cos), []).append(layer.index)
-    for numbers in tables.values():
-        layer = layers[numbers[0]]
-        assert layer.cos is not None
-        assert layer.sin is not None
-        cos, sin = layer.cos[abs(by)], layer.sin[abs(by)]
-        # Tables scaled by the checkpoint (YaRN) have scaled the keys once already.
-        length = torch.sqrt(cos.square() + sin.square())
-        kv[numbers, 0] = _rotate(kv[numbers, 0], cos / length, sin / length * (1 if by >= 0 else -1))
-    pool.kv[:, :, :, torch.tensor(targets, device=device)] = kv
+    turns = [_turn(layers, cos, by) for cos in {id(c.cos): c.cos for c in layers}.values() if cos is not None]
+    for source, target, count in _stretches(sources, targets):
+        pool.copy_slots(source, target, count)
+        for numbers, cos, sin in turns:
+            if kernels is not None:
+                kernels.turn_keys(pool.kv[:, 0], numbers, target, count, cos, sin)
+            else:
+                for number in numbers:
+                    keys = pool.keys[number][:, target : target + count]
+                    keys.copy_(_rotate(keys, cos, sin))
+
+
+def _turn(layers: Sequence[AttentionLayer], cos: Tensor, by: int) -> tuple[list[int], Tensor, Tensor]:
+    """The layers with the rotary table `cos`, and cos and sin of the angles of `by` positions."""
+    same = [layer for layer in layers if layer.cos is cos]
+    sin = same[0].sin
+    assert sin is not None
+    c, s = cos[abs(by)], sin[abs(by)] if by >= 0 else -sin[-by]
+    # Tables scaled by the checkpoint (YaRN) have scaled the keys once already.
+    length = torch.sqrt(c.square() + s.square())
+    return [layer.index for layer in same], c / length, s / length
+
+
+def _stretches(sources: list[int], targets: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(source, target, count) of consecutive slots that go to consecutive slots."""
+    start = 0
+    for i in range(1, len(sources) + 1):
+        whole = i == len(sources)
+        if whole or sources[i] != sources[i - 1] + 1 or targets[i] != targets[i - 1] + 1:
+            yield sources[start], targets[start], i - start
+            start = i
 
 
 def _split_and_rotate(qkv: Tensor, positions: Tensor, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from ostinato.cache.pool import Pool
 from ostinato.engine.attention import move
 from ostinato.engine.device import choose_device, choose_dtype, choose_kv_tokens
 from ostinato.engine.output import Output, Sink
-from ostinato.engine.request import Chunk, Reply, SamplingParams, TokenLogprob
+from ostinato.engine.request import Chunk, Reply, SamplingParams
 from ostinato.engine.runner import Runner
 from ostinato.engine.sampler import Sampler
 from ostinato.engine.scheduler import Scheduler, Work
@@ -118,7 +118,7 @@ class Engine:
             content_hash(path), str(self._dtype), "packed" if quantised else "dense", repr(config), block_size
         )
         self.fingerprint = fingerprint.hex()
-        self._fingerprint = fingerprint
+        self._chains = partial(sequence_chains, fingerprint=fingerprint, block_size=block_size)
         self.schemas = Registry(self.tokenizer, self.max_model_len)
         compiled = kernels.load() if self._device.type == "cpu" else None
         backend = Backend(self._dtype, self._device, compiled, max_batch_tokens)
@@ -139,7 +139,7 @@ class Engine:
             self.index,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
-            move=partial(move, pool, [layer.attention for layer in decoder.layers]),
+            move=partial(move, pool, [layer.attention for layer in decoder.layers], compiled),
         )
         self._runner = Runner(decoder, pool)
         self._sampler = Sampler()
@@ -198,9 +198,8 @@ class Engine:
         link_tokens: int = LINK_TOKENS,
     ) -> Reply:
         """`generate` for asyncio. Cancelling the task cancels the request."""
-        return _collect(
-            [chunk async for chunk in self.astream(prompt, params, mode=mode, link_tokens=link_tokens)]
-        )
+        chunks = self.astream(prompt, params, mode=mode, link_tokens=link_tokens)
+        return _collect([chunk async for chunk in chunks])
 
     async def astream(
         self,
@@ -236,8 +235,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and occupancy as of now."""
-        size, pool = self.index.pool.block_size, self.index.pool
-        cached = self.index.cached_blocks
+        size, pool, cached = self.index.pool.block_size, self.index.pool, self.index.cached_blocks
         return EngineStats(
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running),
@@ -261,6 +259,13 @@ class Engine:
         """Forget all KV that no request uses now; returns the number of blocks freed."""
         done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._put(lambda: done.put(self.index.clear()))
+        return done.get()
+
+    def cached_tokens(self, prompt: Prompt) -> list[int]:
+        """How many tokens of each chain are cached now."""
+        size, done = self.index.pool.block_size, queue.SimpleQueue[list[int]]()
+        asked = [(c.root, c.chain(size), c.token_ids, len(c.token_ids)) for c in self._chains(prompt)]
+        self._put(lambda: done.put([self.index.match(*each).tokens for each in asked]))
         return done.get()
 
     def close(self) -> None:
@@ -342,7 +347,7 @@ class Engine:
             raise InvalidRequestError(
                 f"logit_bias names a token id outside 0 to {vocab - 1}.", param="logit_bias"
             )
-        chains = sequence_chains(encoded, self._fingerprint, self.index.pool.block_size)
+        chains = self._chains(encoded)
         room = min(self._context_room(chains), self._pool_room(chains))
         if room < 1:
             raise self._too_long(f"The prompt has {len(encoded.token_ids)} tokens")
@@ -388,13 +393,9 @@ class Engine:
 
     def _warm(self) -> None:
         """Compute once, so that the first request does not pay for the libraries' own start."""
-        for tokens in (32, 1):
-            chains = sequence_chains(
-                plain(Span((0,) * tokens)), self._fingerprint, self.index.pool.block_size
-            )
+        for tokens in (min(32, self.max_model_len), 1):
+            chains = self._chains(plain(Span((0,) * tokens)))
             sequence = Sequence(-1, chains, SamplingParams(), 1)
-            if tokens > self.max_model_len:
-                continue
             sequence.last.blocks = self.index.allocate(-(-tokens // self.index.pool.block_size))
             self._runner.run([Work(sequence, tokens)])
             self.index.release(sequence.last.blocks)
@@ -488,12 +489,11 @@ def _close(engine: weakref.ref[Engine]) -> None:
 
 def _collect(chunks: list[Chunk]) -> Reply:
     last = chunks[-1]
-    logprobs: tuple[TokenLogprob, ...] = tuple(lp for chunk in chunks for lp in chunk.logprobs)
     return Reply(
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         finish_reason=last.finish_reason or "cancelled",
         usage=last.usage,
-        timing=replace(last.timing),
-        logprobs=logprobs,
+        timing=last.timing,
+        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
     )

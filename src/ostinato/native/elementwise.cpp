@@ -212,3 +212,25 @@ EXPORT void ostinato_rope_store(const RopeStore* c) {
     else
         rope_store<float>(*c, c->flags >> 8);
 }
+
+struct TurnKeys {
+    void* keys;
+    const int32_t* layers;
+    const float *cos, *sin;
+    int64_t layer_stride, head_stride, slot;
+    int32_t layer_count, heads, count, dim, half, flags;
+};
+
+// Turns keys where they lie, those of `count` slots in some layers, all by the same angle.
+EXPORT void ostinato_turn_keys(const TurnKeys* c) {
+    auto run = [&](auto* keys) {
+        parallel_for(c->flags >> 8, int64_t(c->layer_count) * c->heads, [&](int64_t i) {
+            auto* x = keys + c->layers[i / c->heads] * c->layer_stride + i % c->heads * c->head_stride + c->slot * c->dim;
+            for (int t = 0; t < c->count; t++, x += c->dim) turn(x, x, c->dim, c->half, c->cos, c->sin, nullptr, 0);
+        });
+    };
+    if (c->flags & 1)
+        run(static_cast<bf16*>(c->keys));
+    else
+        run(static_cast<float*>(c->keys));
+}

@@ -49,6 +49,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gated": (None, [ctypes.c_char_p]),
     "rope_store": (None, [ctypes.c_char_p]),
     "attend": (None, [ctypes.c_char_p]),
+    "turn_keys": (None, [_pointer]),
 }
 
 
@@ -85,6 +86,14 @@ class _BatchStruct(ctypes.Structure):
             (name, _pointer)
             for name in ("query_start", "positions", "run_start", "slot", "length", "position")
         ),
+    ]
+
+
+class _TurnKeysStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, _pointer) for name in ("keys", "layers", "cos", "sin")),
+        *((name, _i64) for name in ("layer_stride", "head_stride", "slot")),
+        *((name, _i32) for name in ("layer_count", "heads", "count", "dim", "half", "flags")),
     ]
 
 
@@ -139,6 +148,7 @@ class Kernels:
         self._rms_norm, self._rms_norm_long = short["rms_norm"], long["rms_norm"]
         self._gated, self._gated_long = short["gated"], long["gated"]
         self._rope_store, self._rope_store_long = short["rope_store"], long["rope_store"]
+        self._turn_keys = long["turn_keys"]
         self._attend, self._attend_long = short["attend"], long["attend"]
 
     def use_openmp(self, on: bool) -> None:
@@ -311,6 +321,22 @@ class Kernels:
             eps,
         )
         (self._rope_store if tokens <= _LONG_ROWS else self._rope_store_long)(call)
+
+    def turn_keys(
+        self, keys: Tensor, layers: Sequence[int], slot: int, count: int, cos: Tensor, sin: Tensor
+    ) -> None:
+        """Rotates the keys of slots `slot` to `slot + count` in place, all by one angle per dimension.
+
+        keys: [layers, KV, slots, D] with contiguous slots; layers: which; cos, sin: float32 [R / 2].
+        """
+        numbers = np.asarray(layers, dtype=np.int32)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        call = _TurnKeysStruct(
+            keys.data_ptr(), numbers.ctypes.data, cos.data_ptr(), sin.data_ptr(), keys.stride(0), keys.stride(1),
+            slot, len(layers), keys.size(1), count, keys.size(3), cos.size(0),
+            _BF16[keys.dtype] | self.threads << 8,
+        )  # fmt: skip
+        self._turn_keys(ctypes.addressof(call))
 
     def attend(
         self,

@@ -15,9 +15,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ostinato import __version__
-from ostinato.engine.engine import Engine
+from ostinato.engine.engine import LINK_TOKENS, Engine, PromptLike
 from ostinato.engine.request import Chunk, Reply, SamplingParams, Usage
 from ostinato.errors import EngineClosedError, ModelNotFoundError
+from ostinato.prompt.resolve import Placement
+from ostinato.prompt.schema import SchemaPrompt, Text
 from ostinato.server.errors import add_error_handlers, describe
 from ostinato.server.metrics import Metrics
 from ostinato.server.middleware import ApiKeys, BodyLimit, CountRequests
@@ -32,11 +34,12 @@ from ostinato.server.openai import (
     Prompt,
     fingerprint,
 )
+from ostinato.server.schemas import schema_routes
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-EngineRequest = tuple[Prompt, SamplingParams]
+EngineRequest = tuple[PromptLike, SamplingParams]
 Pieces = AsyncGenerator[tuple[int, Chunk], None]
 
 CLIENT_CLOSED_REQUEST = 499
@@ -69,7 +72,10 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
             raise ModelNotFoundError(f"There is no model {name[:100]!r} here, only {engine.model_name!r}.")
 
     async def respond(request: Request, body: GenerationRequest, answer: Answer) -> Response:
-        requests = body.engine_requests()
+        # The engine calls whatever it is given the prompt; errors name the field that it came in.
+        chat = isinstance(body, ChatCompletionRequest)
+        request.state.prompt_field = "pml" if body.pml is not None else "messages" if chat else "prompt"
+        requests, answer.placements = await placed(engine, body)
         pieces = run(engine, metrics, requests)
         if not body.stream:
             replies = await unless_gone(request.receive, collect(pieces, len(requests)))
@@ -124,6 +130,8 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
         check_model(name)
         return model
 
+    app.include_router(schema_routes(engine))
+
     @app.get("/health")
     async def health() -> Json:
         """200 while the engine lives."""
@@ -139,10 +147,26 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
     return app
 
 
+async def placed(
+    engine: Engine, body: GenerationRequest
+) -> tuple[list[EngineRequest], tuple[Placement, ...] | None]:
+    """The engine requests of a body, and where the parts of its prompt stand if that is over a schema."""
+    # Reading PML may take a while; the event loop serves others meanwhile.
+    requests = body.engine_requests() if body.pml is None else await asyncio.to_thread(body.engine_requests)
+    prompt, _ = requests[0]
+    if not isinstance(prompt, SchemaPrompt):
+        return list(requests), None
+    resolved = await asyncio.to_thread(
+        engine.schemas.resolve, prompt, body.mode, body.link_tokens or LINK_TOKENS
+    )
+    return [(resolved.prompt, params) for _, params in requests], resolved.placements
+
+
 def _text(engine: Engine, prompt: Prompt) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return engine.tokenizer.decode([token for token in prompt if isinstance(token, int)])
+    if isinstance(prompt, Text):
+        return prompt.text
+    ids = prompt if isinstance(prompt, list) else []
+    return engine.tokenizer.decode([token for token in ids if isinstance(token, int)])
 
 
 async def run(engine: Engine, metrics: Metrics, requests: Sequence[EngineRequest]) -> Pieces:
@@ -153,7 +177,7 @@ async def run(engine: Engine, metrics: Metrics, requests: Sequence[EngineRequest
     """
     arrived: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue()
 
-    async def follow(index: int, prompt: Prompt, params: SamplingParams) -> None:
+    async def follow(index: int, prompt: PromptLike, params: SamplingParams) -> None:
         previous = None
         try:
             async with aclosing(engine.astream(prompt, params)) as chunks:
@@ -211,11 +235,16 @@ async def stream(pieces: Pieces, count: int, answer: Answer) -> AsyncGenerator[s
     """
     usages = [Usage()] * count
     begun = False
+    running = count
     try:
         async with aclosing(pieces):
             async for index, chunk in pieces:
                 usages[index] = chunk.usage
-                for data in answer.chunks(index, chunk):
+                running -= chunk.finish_reason is not None
+                chunks = list(answer.chunks(index, chunk))
+                if not running and not answer.include_usage:
+                    chunks[-1] |= answer.report()
+                for data in chunks:
                     begun = True
                     yield _event(data)
     except Exception as error:
@@ -227,7 +256,7 @@ async def stream(pieces: Pieces, count: int, answer: Answer) -> AsyncGenerator[s
         yield _event(told.body())
         return
     if answer.include_usage:
-        yield _event(answer.usage(usages))
+        yield _event(answer.usage(usages) | answer.report())
     yield "data: [DONE]\n\n"
 
 

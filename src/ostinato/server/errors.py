@@ -11,10 +11,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from ostinato.errors import EngineClosedError, InvalidRequestError, ModelNotFoundError
-
-# All others count as internal errors: answered with 500, and logged.
-EXPECTED = (EngineClosedError, InvalidRequestError, ModelNotFoundError)
+from ostinato.errors import EngineClosedError, InvalidRequestError, ModelNotFoundError, OstinatoError
+from ostinato.prompt.schema import SchemaError
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,20 @@ class ErrorAnswer:
         return Response(json.dumps(self.body()), self.status, self.headers, media_type="application/json")
 
 
+class RefusedError(OstinatoError):
+    """The server's own no, with its status."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.answer = ErrorAnswer(status, message, param=param, code=code)
+
+
+# All others count as internal errors: answered with 500, and logged.
+EXPECTED = (EngineClosedError, InvalidRequestError, ModelNotFoundError, RefusedError)
+
+
 def describe(error: Exception) -> ErrorAnswer:
     """What to tell the client about an error. Nothing of the internals: those are for the server's log."""
     match error:
@@ -46,6 +58,8 @@ def describe(error: Exception) -> ErrorAnswer:
         case HTTPException():
             code = {405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
             return ErrorAnswer(error.status_code, str(error.detail), code=code, headers=error.headers or {})
+        case RefusedError():
+            return error.answer
         case InvalidRequestError():
             return ErrorAnswer(400, str(error), param=error.param, code=error.code)
         case ModelNotFoundError():
@@ -66,9 +80,8 @@ def add_error_handlers(app: FastAPI) -> None:
             answer = replace(answer, message=f"Unknown request URL: {url}.", code="unknown_url")
         elif isinstance(error, HTTPException) and error.status_code == 405:
             answer = replace(answer, message=f"Method not allowed: {url}.")
-        elif answer.param == "prompt" and request.url.path.endswith("/chat/completions"):
-            # The engine calls whatever it is given the prompt; in a chat it came as messages.
-            answer = replace(answer, param="messages")
+        elif answer.param == "prompt" or isinstance(error, SchemaError):
+            answer = replace(answer, param=getattr(request.state, "prompt_field", answer.param))
         return answer.response()
 
     for kind in (RequestValidationError, HTTPException, *EXPECTED, Exception):
@@ -86,9 +99,16 @@ def _describe_validation(error: RequestValidationError) -> ErrorAnswer:
     if any(each["type"] == "json_invalid" for each in errors):
         reason = errors[0]["ctx"]["error"]
         return ErrorAnswer(400, f"The body is not valid JSON: {reason}.", code="invalid_json")
+    if errors[0]["loc"][0] in ("query", "path"):
+        name = str(errors[0]["loc"][-1])
+        return ErrorAnswer(400, f"{name}: {errors[0]['msg']}.", param=name, code="invalid_value")
     if not isinstance(error.body, dict):
         return ErrorAnswer(400, "The body must be a JSON object, sent with Content-Type: application/json.")
     paths = [_field_path(each["loc"][1:], error.body) for each in errors]
+    paths = [
+        (*path, "type") if each["type"].startswith("union_tag") else path
+        for path, each in zip(paths, errors, strict=True)
+    ]
     wrong_type = [each["type"].endswith("_type") for each in errors]
     at, _ = max(zip(paths, wrong_type, strict=True), key=lambda each: (len(each[0]), not each[1]))
     reasons = dict.fromkeys(each["msg"] for each, path in zip(errors, paths, strict=True) if path == at)
@@ -102,6 +122,8 @@ def _field_path(location: Sequence[str | int], body: object) -> tuple[str | int,
     """The part of pydantic's location that names fields; the rest names the members of unions it tried."""
     path: list[str | int] = []
     for part in location:
+        if isinstance(body, dict) and part not in body and body.get("type") == part:  # pyright: ignore[reportUnknownMemberType]
+            continue  # the member of a union that the input's own type chose
         if isinstance(body, dict):
             path.append(part)
             body = body.get(part)  # pyright: ignore[reportUnknownMemberType]

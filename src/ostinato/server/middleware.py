@@ -13,7 +13,9 @@ from ostinato.server.errors import ErrorAnswer, describe
 from ostinato.server.metrics import Metrics
 
 MAX_BODY_BYTES = 8 * 2**20
-ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"})
+ENDPOINTS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/schemas", "/health", "/metrics"}
+)
 
 
 class ApiKeys:

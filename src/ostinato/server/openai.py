@@ -7,34 +7,28 @@ import hashlib
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ostinato.engine.request import Chunk, FinishReason, Reply, SamplingParams, TokenLogprob, Usage
 from ostinato.errors import InvalidRequestError
+from ostinato.prompt.pml import parse_prompt
+from ostinato.prompt.resolve import Placement, ReuseMode
+from ostinato.prompt.schema import SchemaPrompt
+from ostinato.prompt.schema import Text as PlainText
+from ostinato.server.messages import ChatMessage, Text, Unsupported, check_unicode, items, refuse
 
 T = TypeVar("T")
 Json = dict[str, Any]
-Prompt = str | list[int] | list[Json]
-Unsupported = Mapping[str, tuple[object, ...]]
+Prompt = PlainText | list[int] | list[Json] | SchemaPrompt
+"""A prompt as it came. Text is `PlainText`, so that nothing in it is ever read as PML."""
 
 MAX_CHOICES = 128
 """Most engine requests that one body may start (prompts times `n`)."""
 
 
-def _unicode(text: str) -> str:
-    # JSON can escape half a surrogate pair; no tokenizer can encode it.
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError("unicode", "Input has a lone surrogate, not valid Unicode") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_unicode)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[Text, Field(min_length=1)]
@@ -74,12 +68,6 @@ UNSUPPORTED: Unsupported = {
     "json_schema": (),
     "grammar": (),
 }
-UNSUPPORTED_IN_MESSAGE: Unsupported = {
-    "tool_calls": ([],),
-    "function_call": (),
-    "audio": (),
-    "prefix": (False,),
-}
 
 
 class StreamOptions(BaseModel):
@@ -118,6 +106,12 @@ class GenerationRequest(BaseModel):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
 
+    # Ostinato's own.
+    pml: Text | Json | None = None
+    """A prompt over a schema: PML, or the JSON form of a `SchemaPrompt`."""
+    reuse_mode: ReuseMode | None = None
+    link_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+
     def prompts(self) -> list[Prompt]:
         """The prompts of the body, in order."""
         raise NotImplementedError
@@ -151,9 +145,21 @@ class GenerationRequest(BaseModel):
         """Whether a stream ends with a chunk that counts tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def mode(self) -> ReuseMode:
+        """What is reused of modules."""
+        return self.reuse_mode or "modular"
+
+    def schema_prompt(self) -> SchemaPrompt:
+        """The prompt in the field `pml`."""
+        if isinstance(self.pml, str):
+            return parse_prompt(self.pml)
+        check_unicode(self.pml)
+        return SchemaPrompt.from_json(self.pml)
+
     def engine_requests(self) -> list[tuple[Prompt, SamplingParams]]:
         """One engine request for each choice of each prompt. Choice i of a seeded request has seed + i."""
-        _refuse(self.model_extra or {}, UNSUPPORTED)
+        refuse(self.model_extra or {}, UNSUPPORTED)
         if self.stream_options and not self.stream:
             raise InvalidRequestError(
                 "stream_options is only allowed when stream is true.", param="stream_options"
@@ -171,41 +177,25 @@ class GenerationRequest(BaseModel):
         return [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in seeds]
 
 
-class TextPart(BaseModel):
-    """A part of a message's content. Text is the only kind the models here read."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(BaseModel):
-    """One message of a conversation."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart] | None = None
-    name: Text | None = None
-
-    def for_template(self, at: str) -> Json:
-        """The message as chat templates take it: `developer` goes by its older name, which they know."""
-        _refuse(self.model_extra or {}, UNSUPPORTED_IN_MESSAGE, f"{at}.")
-        if self.content is None:
-            raise InvalidRequestError(f"{at} has no content.", param=f"{at}.content")
-        message = self.model_dump(include={"content", "name"}, exclude_none=True)
-        return message | {"role": "system" if self.role == "developer" else self.role}
-
-
 class ChatCompletionRequest(GenerationRequest):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: list[ChatMessage] | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     def prompts(self) -> list[Prompt]:
-        return [[message.for_template(f"messages[{i}]") for i, message in enumerate(self.messages)]]
+        messages = self.messages or []
+        for i, message in enumerate(messages):
+            message.check(f"messages[{i}]")
+        if self.pml is not None:
+            return [self.schema_prompt().then(*items(messages))]
+        if not messages:
+            raise _missing("messages", "must hold a message at least")
+        if any(message.documents for message in messages):
+            return [SchemaPrompt(None, items(messages))]
+        return [[message.for_template() for message in messages]]
 
     def sampling(self) -> SamplingParams:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
@@ -223,22 +213,39 @@ class ChatCompletionRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """The body of `POST /v1/completions`."""
 
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
 
     def prompts(self) -> list[Prompt]:
+        if self.pml is not None:
+            return [self._over_schema(self.prompt)]
+        if self.prompt is None:
+            raise _missing("prompt", "must be a string, token ids, or a list of either")
         if isinstance(self.prompt, str):
-            return [self.prompt]
+            return [PlainText(self.prompt)]
         if not self.prompt:
             raise InvalidRequestError("prompt is an empty list.", param="prompt")
         # pydantic has checked the elements; these tests tell the four kinds of prompt apart.
         if all(isinstance(item, int) for item in self.prompt):
             return [[item for item in self.prompt if isinstance(item, int)]]
-        prompts: list[Prompt] = [item for item in self.prompt if not isinstance(item, int)]
-        if [] in prompts:
-            raise InvalidRequestError("A prompt is an empty list of tokens.", param="prompt")
+        prompts: list[Prompt] = []
+        for item in self.prompt:
+            if isinstance(item, list) and not item:
+                raise InvalidRequestError("A prompt is an empty list of tokens.", param="prompt")
+            if not isinstance(item, int):
+                prompts.append(PlainText(item) if isinstance(item, str) else item)
         return prompts
+
+    def _over_schema(self, prompt: object) -> SchemaPrompt:
+        """The prompt of `pml`, with the text of `prompt` at its end."""
+        if prompt is not None and not isinstance(prompt, str):
+            raise InvalidRequestError("With pml, prompt is one string: the text to end with.", param="prompt")
+        if self.echo:
+            raise InvalidRequestError(
+                "echo is not supported with pml.", param="echo", code="unsupported_parameter"
+            )
+        return self.schema_prompt().then(*([PlainText(prompt)] if prompt else []))
 
     def sampling(self) -> SamplingParams:
         if self.echo and self.logprobs is not None:
@@ -251,20 +258,12 @@ class CompletionRequest(GenerationRequest):
         return replace(super().sampling(), max_tokens=_or(self.max_tokens, 16), logprobs=self.logprobs)
 
 
+def _missing(field: str, must: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field} {must}; or send pml.", param=field, code="invalid_value")
+
+
 def _or(value: T | None, default: T) -> T:
     return default if value is None else value
-
-
-def _refuse(fields: Mapping[str, object], unsupported: Unsupported, at: str = "") -> None:
-    """Raise if a field asks for something that is not built."""
-    for name, neutral in unsupported.items():
-        value = fields.get(name)
-        if value is not None and value not in neutral:
-            raise InvalidRequestError(
-                f"{at}{name} is not supported by this server.",
-                param=f"{at}{name}",
-                code="unsupported_parameter",
-            )
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
@@ -311,6 +310,8 @@ class Answer:
     fingerprint: str
     choices: int = 1
     include_usage: bool = False
+    placements: Sequence[Placement] | None = None
+    """Where the parts of a prompt over a schema stand, for the client to know."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -321,7 +322,7 @@ class Answer:
         """The body of a response that is not streamed."""
         choices = [self._choice(index, reply) for index, reply in enumerate(replies)]
         usage = usage_json([reply.usage for reply in replies], self.choices)
-        return self._body(self.kind, choices) | {"usage": usage}
+        return self._body(self.kind, choices) | {"usage": usage} | self.report()
 
     def chunks(self, index: int, chunk: Chunk) -> Iterator[Json]:
         """The streamed chunks that bring one piece of choice `index`."""
@@ -331,6 +332,12 @@ class Answer:
     def usage(self, usages: Sequence[Usage]) -> Json:
         """The last chunk of a stream that counts tokens."""
         return self._chunk([]) | {"usage": usage_json(usages, self.choices)}
+
+    def report(self) -> Json:
+        """What only this server tells, once an answer."""
+        if self.placements is None:
+            return {}
+        return {"ostinato": {"placements": [asdict(placement) for placement in self.placements]}}
 
     def _chunk(self, choices: list[Json]) -> Json:
         body = self._body(self.chunk_kind, choices)

@@ -1,0 +1,149 @@
+"""Chat messages as clients send them: their content, and what becomes of it in a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from ostinato.errors import InvalidRequestError
+from ostinato.prompt.schema import Document, Documents, Item, Turn
+
+Json = dict[str, Any]
+Unsupported = Mapping[str, tuple[object, ...]]
+
+UNSUPPORTED_IN_MESSAGE: Unsupported = {
+    "tool_calls": ([],),
+    "function_call": (),
+    "audio": (),
+    "prefix": (False,),
+}
+UNSUPPORTED_IN_DOCUMENT: Unsupported = {"citations": ({"enabled": False},), "context": ("",)}
+
+
+def _unicode(text: str) -> str:
+    # JSON can escape half a surrogate pair; no tokenizer can encode it.
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("unicode", "Input has a lone surrogate, not valid Unicode") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+
+
+def check_unicode(value: object) -> None:
+    """Refuse JSON with half a surrogate pair in any of its strings."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            "The body has a lone surrogate, not valid Unicode.", code="invalid_value"
+        ) from None
+
+
+def refuse(fields: Mapping[str, object], unsupported: Unsupported, at: str = "") -> None:
+    """Raise if a field asks for something that is not built."""
+    for name, neutral in unsupported.items():
+        value = fields.get(name)
+        if value is not None and value not in neutral:
+            raise InvalidRequestError(
+                f"{at}{name} is not supported by this server.",
+                param=f"{at}{name}",
+                code="unsupported_parameter",
+            )
+
+
+class TextPart(BaseModel):
+    """A text in a message's content."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["text"]
+    text: Text
+
+
+class DocumentSource(BaseModel):
+    """The text of a document. The models here read no other kind."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: Text
+
+
+class DocumentPart(BaseModel):
+    """A document in a message's content, in the form of Anthropic's API."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["document"]
+    source: DocumentSource
+    title: Text | None = None
+
+
+Part = Annotated[TextPart | DocumentPart, Field(discriminator="type")]
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[Part] | None = None
+    name: Text | None = None
+
+    @property
+    def documents(self) -> list[DocumentPart]:
+        """The documents in its content."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part for part in parts if isinstance(part, DocumentPart)]
+
+    def check(self, at: str) -> None:
+        """Refuse what is missing or not built; `at` names the message."""
+        refuse(self.model_extra or {}, UNSUPPORTED_IN_MESSAGE, f"{at}.")
+        if self.content is None:
+            raise InvalidRequestError(f"{at} has no content.", param=f"{at}.content")
+        for document in self.documents:
+            refuse(document.model_extra or {}, UNSUPPORTED_IN_DOCUMENT, f"{at}.content.")
+
+    def for_template(self) -> Json:
+        """The message as chat templates take it: `developer` goes by its older name, which they know."""
+        message = self.model_dump(include={"content", "name"}, exclude_none=True)
+        return message | {"role": self._role}
+
+    def turn(self) -> Turn:
+        """Its text as a turn of a prompt over a schema or over documents."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content if isinstance(part, TextPart))
+        return Turn(self._role, content)
+
+    @property
+    def _role(self) -> Literal["system", "user", "assistant"]:
+        return "system" if self.role == "developer" else self.role
+
+
+def items(messages: Sequence[ChatMessage]) -> tuple[Item, ...]:
+    """Messages as what a prompt goes on with: their documents, behind a leading system turn, and turns.
+
+    The documents of all messages stand together, before the conversation about them: there they are found
+    cached whatever is asked, and in which turn.
+    """
+    for index, message in enumerate(messages):
+        if message.name is not None:
+            raise InvalidRequestError(
+                f"messages[{index}].name is not supported together with pml or documents.",
+                param=f"messages[{index}].name",
+                code="unsupported_parameter",
+            )
+    turns = [message.turn() for message in messages]
+    documents = tuple(
+        Document(part.source.data, part.title or "") for message in messages for part in message.documents
+    )
+    if not documents:
+        return tuple(turns)
+    leading = 1 if turns[0].role == "system" else 0
+    return (*turns[:leading], Documents(documents), *turns[leading:])
