@@ -94,15 +94,15 @@ def build(family: str, folder: Path) -> Any:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model = model.float().eval()
     model.save_pretrained(folder)
-    _tokenizer().save(str(folder / "tokenizer.json"))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
     return model
 
 
-def _tokenizer() -> Tokenizer:
+def byte_tokenizer(size: int = VOCAB) -> Tokenizer:
     """Bytes as tokens 2 to 257: enough to read and write any text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<s>": 0, "</s>": 1} | {char: i + 2 for i, char in enumerate(alphabet)}
-    vocab |= {f"<extra{i}>": i for i in range(len(vocab), VOCAB)}
+    vocab |= {f"<extra{i}>": i for i in range(len(vocab), size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from families import build
 from ostinato import Engine, SamplingParams
-from ostinato.engine.engine import Stream
+from ostinato.engine.stream import Stream
 from ostinato.errors import (
     EngineClosedError,
     InvalidRequestError,

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from ostinato.engine.runner import Runner
 from ostinato.engine.sampler import Sampler
 from ostinato.engine.scheduler import Scheduler, Work
 from ostinato.engine.sequence import Sequence, SequenceChain, sequence_chains
+from ostinato.engine.stream import Stream, collect
 from ostinato.errors import EngineClosedError, InvalidRequestError, PromptTooLongError
 from ostinato.models.catalogue import resolve
 from ostinato.models.decoder import Decoder
@@ -173,7 +174,7 @@ class Engine:
             InvalidRequestError: the prompt is empty, malformed or (PromptTooLongError) too long.
             EngineClosedError: the engine was closed meanwhile.
         """
-        return _collect(list(self.stream(prompt, params, mode=mode, link_tokens=link_tokens)))
+        return collect(list(self.stream(prompt, params, mode=mode, link_tokens=link_tokens)))
 
     def stream(
         self,
@@ -199,7 +200,7 @@ class Engine:
     ) -> Reply:
         """`generate` for asyncio. Cancelling the task cancels the request."""
         chunks = self.astream(prompt, params, mode=mode, link_tokens=link_tokens)
-        return _collect([chunk async for chunk in chunks])
+        return collect([chunk async for chunk in chunks])
 
     async def astream(
         self,
@@ -456,44 +457,6 @@ class Engine:
             self._finish(sequence)
 
 
-class Stream(Iterator[Chunk]):
-    """The chunks of one reply. The request is cancelled if this is closed or dropped before its end."""
-
-    def __init__(self, chunks: queue.SimpleQueue[Chunk | Exception], cancel: Callable[[], None]) -> None:
-        self._chunks, self._cancel, self._ended = chunks, cancel, False
-
-    def __next__(self) -> Chunk:
-        if self._ended:
-            raise StopIteration
-        item = self._chunks.get()
-        if isinstance(item, Exception):
-            self._ended = True
-            raise item
-        self._ended = item.finish_reason is not None
-        return item
-
-    def close(self) -> None:
-        """Cancel the request, if it still runs."""
-        if not self._ended:
-            self._ended = True
-            self._cancel()
-
-    def __del__(self) -> None:
-        self.close()
-
-
 def _close(engine: weakref.ref[Engine]) -> None:
     if (alive := engine()) is not None:
         alive.close()
-
-
-def _collect(chunks: list[Chunk]) -> Reply:
-    last = chunks[-1]
-    return Reply(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-        finish_reason=last.finish_reason or "cancelled",
-        usage=last.usage,
-        timing=last.timing,
-        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
-    )
