@@ -44,10 +44,10 @@ TOOLS = (
         lambda city: WEATHER.get(city.lower(), "no such city"),
     ),
     Tool(
-        "phone",
+        "number",
         "Finds the telephone number of a colleague in the directory of the company. The argument is the first name "
         "of one person.",
-        "phone(Ada)",
+        "number(Ada)",
         lambda name: PHONES.get(name.lower(), "no such person"),
     ),
     Tool(
@@ -120,15 +120,15 @@ AGENT = Schema(
         Role("user", (Text("Result: 4 degrees and snow"),)),
         Role("assistant", (Text("In Oslo there are 4 degrees and snow."),)),
         Role("user", (Text("What is Ada's number?"),)),
-        Role("assistant", (Text("phone(Ada)"),)),
+        Role("assistant", (Text("number(Ada)"),)),
         Role("user", (Text("Result: 4417"),)),
         Role("assistant", (Text("Ada has the number 4417."),)),
     ),
 )
 
 CONVERSATIONS = (
-    (("weather", "phone", "room", "menu"), ("What is the weather in Lisbon?", "And in Kyoto?")),
-    (tuple(tool.name for tool in TOOLS), ("What is the number of Grace?", "How many kilometres are 26.2 miles?", "What is for lunch on Friday?")),
+    (("weather", "number", "room", "menu"), ("What is the weather in Lisbon?", "And in Kyoto?")),
+    (tuple(tool.name for tool in TOOLS), ("What is Grace's number?", "What is the weather in Oslo?")),
 )
 
 

@@ -86,6 +86,7 @@ def run(main: Callable[[Engine], Sequence[Asked]]) -> None:
     """Run an example with an engine of its own."""
     with open_engine("smollm2-135m") as engine:
         compare(engine, main(engine))
+        console.print("[dim]A model of 135 million parameters wrote these answers. Larger ones know better.[/]")
 
 
 def stream(engine: Engine, prompt: PromptLike, params: SamplingParams) -> tuple[str, Chunk]:

@@ -240,7 +240,7 @@ class CompletionRequest(GenerationRequest):
     def _over_schema(self, prompt: object) -> SchemaPrompt:
         """The prompt of `pml`, with the text of `prompt` at its end."""
         if prompt is not None and not isinstance(prompt, str):
-            raise InvalidRequestError("With pml, prompt is one string: the text to end with.", param="prompt")
+            raise InvalidRequestError("With pml, prompt is one string: the text to end with.", param="pml")
         if self.echo:
             raise InvalidRequestError(
                 "echo is not supported with pml.", param="echo", code="unsupported_parameter"

@@ -1,0 +1,106 @@
+"""Generated schemas, prompts and documents through the engine, against the dense reference, for every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import schemas
+import torch
+from dense import decoder_of
+from families import FAMILIES, build
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from test_modules import check, seen_by_reply
+
+from ostinato import Engine, SamplingParams
+from ostinato.errors import InvalidRequestError
+from ostinato.models.decoder import Decoder
+from ostinato.prompt.resolve import ReuseMode
+from ostinato.prompt.schema import Document, Documents, Schema, SchemaPrompt, Text
+
+Loaded = tuple[Engine, Decoder]
+MODES = st.sampled_from(("modular", "linked", "exact"))
+QUIET = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
+    cache: dict[str, Loaded] = {}
+
+    def get(name: str) -> Loaded:
+        if name not in cache:
+            folder: Path = tmp_path_factory.mktemp(name)
+            build(name, folder)
+            engine = Engine(str(folder), dtype="float32", kv_tokens=1024, block_size=4, max_batch_tokens=40)
+            cache[name] = engine, decoder_of(folder)
+        return cache[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_schemas_equal_the_dense_reference(loaded: Callable[[str], Loaded], name: str) -> None:
+    engine, decoder = loaded(name)
+
+    @QUIET
+    @given(data=st.data(), mode=MODES, link=st.integers(1, 6))
+    def run(data: st.DataObject, mode: ReuseMode, link: int) -> None:
+        schema: Schema = data.draw(schemas.schemas(roles=False))
+        prompt: SchemaPrompt = data.draw(schemas.prompts(schema))
+        try:
+            engine.register(schema)
+            encoded = engine.encode(prompt, mode=mode, link_tokens=link)
+        except InvalidRequestError:
+            assume(False)
+            raise
+        assume(len(encoded.token_ids) < 220)
+        check(engine, decoder, encoded)
+        assert check(engine, decoder, encoded) == seen_by_reply(encoded) - 1
+
+    with torch.inference_mode():
+        run()
+    assert engine.stats().slots_used == 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_documents_equal_the_dense_reference(loaded: Callable[[str], Loaded], name: str) -> None:
+    engine, decoder = loaded(name)
+    texts = ("The red house", "A mill was built here, long ago.", "Ferries leave at six", "Bees!", "x" * 40)
+
+    @QUIET
+    @given(
+        chosen=st.lists(st.sampled_from(texts), min_size=1, max_size=4, unique=True),
+        before=st.sampled_from(("", "Read: ")),
+        after=st.sampled_from(("", "Who?")),
+        mode=MODES,
+        link=st.integers(1, 20),
+    )
+    def run(chosen: list[str], before: str, after: str, mode: ReuseMode, link: int) -> None:
+        items = (
+            *((Text(before),) if before else ()),
+            Documents(tuple(Document(text) for text in chosen)),
+            *((Text(after),) if after else ()),
+        )
+        encoded = engine.encode(SchemaPrompt(None, items), mode=mode, link_tokens=link)
+        check(engine, decoder, encoded)
+        assert check(engine, decoder, encoded) == seen_by_reply(encoded) - 1
+
+    with torch.inference_mode():
+        run()
+    assert engine.stats().slots_used == 0
+
+
+def test_documents_are_reused_in_any_order_and_number(loaded: Callable[[str], Loaded]) -> None:
+    engine, _ = loaded("llama")
+    engine.clear_cache()
+    a, b, c = (Document(letter * 37) for letter in "abc")
+
+    def ask(*documents: Document) -> int:
+        prompt = SchemaPrompt(None, (Text("Read: "), Documents(documents), Text("And?")))
+        return engine.generate(prompt, SamplingParams(max_tokens=1)).usage.cached_tokens
+
+    assert ask(a, b, c) == 0
+    assert ask(c, a) == len("Read: ") + 2 * (37 + 2)  # each with two newlines; only the question is new
+    assert ask(b, c, a) == len("Read: ") + 3 * (37 + 2)
