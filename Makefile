@@ -9,6 +9,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 $(BIN)/ostinato: pyproject.toml constraints.txt
 	@echo "Making the environment in $(VENV) …"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade pip  # from 24.1 on it says how far a download is
 	@$(PIP) -e .
 	@touch $@
 
