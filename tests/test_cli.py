@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -38,9 +39,10 @@ def test_version_and_help() -> None:
     assert run("--version").stdout.strip() == f"ostinato {ostinato.__version__}"
     shown = run("--help")
     assert shown.returncode == 0
-    for name in ("serve", "generate", "pull", "models"):
+    for name in ("serve", "generate", "pull", "models", "schema"):
         assert name in shown.stdout
-        assert "Example" in run(name, "--help").stdout
+    for name in ("serve", "generate", "pull", "models", "schema show", "schema check"):
+        assert "Example" in run(*name.split(), "--help").stdout
 
 
 def test_help_needs_no_torch() -> None:
@@ -65,6 +67,9 @@ def test_models() -> None:
         (["generate", MODEL, "Hi", "--dtype", "int3"], 2, "int3"),
         (["serve", MODEL, "--port", "99999"], 2, "port"),
         (["serve", MODEL, "--host", "999.1.1.1"], 1, "999.1.1.1"),
+        (["serve", MODEL, "--schema", "no-such.pml"], 2, "no-such.pml"),
+        (["schema", "check", "no-such.pml"], 2, "no-such.pml"),
+        (["schema", "show", "no-such.pml", "--model", MODEL], 2, "no-such.pml"),
         (["dance"], 2, "dance"),
     ],
 )
@@ -95,6 +100,77 @@ def test_generate() -> None:
     assert raw["usage"]["prompt_tokens"] < reply["usage"]["prompt_tokens"]
 
 
+SCHEMA = """<schema name="travel">
+  You plan trips.
+  <module name="city">
+    The city is <parameter name="name" length="8"/>.
+    <union scaffold="rome">
+      <module name="rome" src="rome.txt"/>
+      <module name="paris" cache="false">Paris has bridges.</module>
+    </union>
+  </module>
+</schema>
+"""
+
+
+@pytest.fixture
+def schema(tmp_path: Path) -> Path:
+    (tmp_path / "rome.txt").write_text("Rome has [many] fountains.")
+    path = tmp_path / "travel.pml"
+    path.write_text(SCHEMA)
+    return path
+
+
+def test_schema_check(schema: Path) -> None:
+    done = run("schema", "check", str(schema))
+    assert done.returncode == 0
+    assert "3 modules" in done.stdout
+    schema.write_text(SCHEMA.replace("rome.txt", "../../etc/passwd"))
+    done = run("schema", "check", str(schema))
+    assert done.returncode == 2
+    assert "travel.pml, line 6, column 7" in done.stderr
+    schema.write_text(SCHEMA.replace("</union>", ""))
+    done = run("schema", "check", str(schema))
+    assert done.returncode == 2
+    assert "travel.pml, line 9, column 3" in done.stderr
+
+
+def test_schema_show(schema: Path) -> None:
+    shown = run("schema", "show", str(schema), "--model", MODEL)
+    assert shown.returncode == 0, shown.stderr
+    for part in ("schema travel", "module city", "parameter name", "Rome has [many]", "not cached", "KiB"):
+        assert part in shown.stdout
+    report = json.loads(run("schema", "show", str(schema), "--model", MODEL, "--json").stdout)
+    assert (report["name"], report["modules"]) == ("travel", 3)
+    assert report["positions"] == report["tree"]["end"]
+    wide = json.loads(
+        run("schema", "show", str(schema), "--model", MODEL, "--json", "--dtype", "float32").stdout
+    )
+    assert wide["kv_bytes_per_token"] == 2 * report["kv_bytes_per_token"] > 0
+
+
+def test_serve_with_a_schema(schema: Path) -> None:
+    options = ("--port", "0", "--kv-tokens", "2048", "--schema", str(schema), "--encode")
+    with subprocess.Popen(command("serve", MODEL, *options), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = url_of(process)
+            tree = httpx.get(f"{url}/schemas/travel", timeout=DEADLINE).json()["tree"]
+            assert 0 < tree["cached_tokens"] < tree["tokens"]  # but for the module that is not to be kept
+        finally:
+            process.kill()
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    """Where a server says that it serves."""
+    assert process.stderr
+    output = ""
+    while not (serving := re.search(r"at (http://\S+) ", output)):
+        line = process.stderr.readline()
+        assert line, output
+        output += line
+    return serving[1]
+
+
 def test_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -112,11 +188,7 @@ def test_serve_until_told_to_stop(stop: signal.Signals) -> None:
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr
         try:
-            while not (serving := re.search(r"at (http://\S+) ", output)):
-                line = process.stderr.readline()
-                assert line, output
-                output += line
-            url = serving[1]
+            url = url_of(process)
             client: Any = openai.OpenAI(base_url=url, api_key="a-secret", max_retries=5, timeout=DEADLINE)
             reply = client.completions.create(model=MODEL, prompt="Hello", max_tokens=2)
             assert reply.usage.completion_tokens <= 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from ostinato.prompt.schema import (
     Module,
     Parameter,
     Role,
+    Schema,
     SchemaError,
     SchemaPrompt,
     Text,
@@ -202,3 +204,10 @@ def test_the_text_is_what_pml_says(data: st.DataObject) -> None:
         written(schema.children, prompt.items, dict(prompt.arguments))
         + "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_a_text_of_megabytes_is_refused_without_tokenising_it() -> None:
+    tokenizer = byte_tokenizer()
+    schema = Schema("huge", (Module("m", (Text("a" * 4_000_000),)),))
+    with pytest.raises(SchemaError, match="Module 'm' has a text of 4,000,000 bytes"):
+        layout(schema, tokenizer, max_positions=4096)

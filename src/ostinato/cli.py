@@ -11,19 +11,29 @@ import signal
 import socket
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
+from rich.tree import Tree
 
 from ostinato import __version__
 from ostinato.errors import InvalidRequestError, ModelNotFoundError, OstinatoError
+from ostinato.prompt.pml import load_schema
 from ostinato.terminal import err, open_engine, progress_bar
 
 if TYPE_CHECKING:
+    from ostinato.engine.engine import Engine
     from ostinato.engine.request import Chunk
+    from ostinato.lab.quality import Report
+    from ostinato.models.config import ModelConfig
+    from ostinato.models.tokenizer import Tokenizer
+    from ostinato.prompt.layout import Node
+    from ostinato.prompt.schema import Schema
 
 app = typer.Typer(
     name="ostinato",
@@ -35,6 +45,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+schema_app = typer.Typer(no_args_is_help=True, help="Look at schemas, the modules that prompts are made of.")
+app.add_typer(schema_app, name="schema")
+
+SchemaFile = Annotated[Path, typer.Argument(help="A schema in PML.", show_default=False)]
 Model = Annotated[
     str, typer.Argument(help="A name from `ostinato models`, a Hugging Face folder, or a .gguf file.")
 ]
@@ -89,6 +103,11 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
     kv_tokens: KvTokens = None,
     dtype: Dtype = "auto",
+    schema: Annotated[
+        list[Path] | None,
+        typer.Option(show_default=False, help="A PML file whose schema to register (repeat for more)."),
+    ] = None,
+    encode: Annotated[bool, typer.Option("--encode", help="Compute the schemas' modules at once.")] = False,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -101,6 +120,7 @@ def serve(
     """Serve a model over HTTP, as the OpenAI API does."""
     # Ctrl-C and SIGTERM end the same way: uvicorn finishes what is in flight, and the engine is closed.
     signal.signal(signal.SIGTERM, _interrupt)
+    schemas = [load_schema(path) for path in schema or ()]  # so that an error in them is known as soon
     listener = _bind(host, port)  # before the model loads: a port in use is known in no time
     if host not in ("127.0.0.1", "::1", "localhost") and not api_key:
         err.print("[yellow]warning:[/] no --api-key: whoever reaches this address can use the server.")
@@ -110,6 +130,7 @@ def serve(
 
             from ostinato.server.app import create_app
 
+            _register(engine, schemas, encode)
             web = create_app(engine, api_keys=tuple(api_key or ()))
             server = uvicorn.Server(uvicorn.Config(web, timeout_graceful_shutdown=10, server_header=False))
             url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
@@ -117,6 +138,20 @@ def serve(
             server.run(sockets=[listener])
     except KeyboardInterrupt:
         err.print("Stopped.")
+
+
+def _register(engine: Engine, schemas: list[Schema], encode: bool) -> None:
+    from rich.progress import Progress
+
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
+        for schema in schemas:
+            task = bar.add_task(f"Encoding {escape(schema.name)}", total=None, visible=encode)
+            layout = engine.register(
+                schema,
+                encode=encode,
+                progress=lambda done, total, task=task: bar.update(task, completed=done, total=total),
+            )
+            err.print(f"Schema {escape(schema.name)}: {layout.root.tokens:,} tokens", soft_wrap=True)
 
 
 @app.command(
@@ -201,6 +236,81 @@ def models(as_json: AsJson = False) -> None:
     Console().print(table)
 
 
+@schema_app.command(epilog="Example: ostinato schema check travel.pml")
+def check(file: SchemaFile) -> None:
+    """Check a schema in PML; an error says the line, the column, and what to write instead."""
+    schema = load_schema(file)
+    modules = schema.measure.modules
+    print(f"{file}: schema '{schema.name}' is sound ({modules:,} module{'s' if modules != 1 else ''}).")
+
+
+@schema_app.command(epilog="Example: ostinato schema show travel.pml --model smollm2-135m")
+def show(
+    file: SchemaFile,
+    model: Annotated[str, typer.Option(help="Whose tokenizer and sizes to use; its weights are not read.")],
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the KV.")] = "bfloat16",
+    as_json: AsJson = False,
+) -> None:
+    """Show where everything in a schema stands: positions, tokens, and bytes of KV."""
+    from ostinato.models import catalogue
+    from ostinato.prompt.layout import layout
+    from ostinato.prompt.report import overview, tree
+
+    schema = load_schema(file)
+    with progress_bar(f"Pulling {model}") as progress:
+        path = catalogue.resolve(model, progress=progress)
+    config, tokenizer = _config_and_tokenizer(path)
+    laid_out = layout(schema, tokenizer, max_positions=config.context_length)
+    elements = 2 * len(config.layers) * config.kv_heads * config.head_dim
+    token_bytes = elements * (2 if dtype == "bfloat16" else 4)
+    if as_json:
+        report = overview(laid_out) | {"kv_bytes_per_token": token_bytes, "tree": tree(laid_out.root)}
+        print(json.dumps(report))
+        return
+    shown = Tree(_label(laid_out.root, tokenizer, token_bytes))
+    _grow(shown, laid_out.root, tokenizer, token_bytes)
+    Console().print(shown, highlight=False)
+
+
+def _config_and_tokenizer(path: Path) -> tuple[ModelConfig, Tokenizer]:
+    """What a model's files say of it, without its weights (and so without PyTorch)."""
+    from ostinato.models.config_readers import config_from_gguf, config_from_hf
+    from ostinato.models.gguf_file import GGUFFile
+    from ostinato.models.tokenizer import Tokenizer
+
+    if path.is_dir():
+        tokenizer = Tokenizer.from_path(path)
+        return config_from_hf(json.loads((path / "config.json").read_text("utf-8"))), tokenizer
+    metadata = GGUFFile(path).metadata
+    return config_from_gguf(metadata), Tokenizer.from_gguf_metadata(metadata)
+
+
+def _grow(branch: Tree, node: Node, tokenizer: Tokenizer, token_bytes: int) -> None:
+    for child in node.children:
+        _grow(branch.add(_label(child, tokenizer, token_bytes)), child, tokenizer, token_bytes)
+
+
+def _label(node: Node, tokenizer: Tokenizer, token_bytes: int) -> str:
+    """One line about a part of a schema."""
+    name = node.name
+    if node.kind == "text":
+        text = " ".join(tokenizer.decode([i for span in node.spans for i in span.token_ids]).split())
+        name = f'"{text if len(text) <= 30 else text[:29] + "…"}"'
+    flags = [] if node.cache else ["not cached"]
+    flags += ["isolated"] if node.isolated else []
+    flags += [f"scaffold {node.scaffold}"] if node.scaffold is not None else []
+    flags += [f"scaffold {each.name}: {', '.join(each.modules)}" for each in node.scaffolds]
+    label = f"[bold]{node.kind}[/] {escape(name)}" if name else f"[bold]{node.kind}[/]"
+    if node.kind != "role":
+        kept = f", {_size(node.tokens * token_bytes)} of KV" if node.tokens else ""
+        label += f" [dim]at {node.start:,} to {node.end:,}: {node.tokens:,} tokens{kept}[/]"
+    return label + (f" [yellow]{escape('; '.join(flags))}[/]" if flags else "")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
 def _bind(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -214,6 +324,81 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+@app.command(
+    epilog="Example: ostinato quality qmsum.jsonl essays/ --questions 12 --json quality.json --plot quality.png"
+)
+def quality(
+    data: Annotated[
+        list[Path], typer.Argument(help="QMSum files (.jsonl), and folders of .txt to hide needles in.")
+    ],
+    model: Annotated[
+        str, typer.Option(help="A name from `ostinato models`, a folder, or a .gguf file.")
+    ] = "smollm2-135m",
+    questions: Annotated[int, typer.Option(min=1, help="Questions of each data set.")] = 12,
+    max_tokens: Annotated[int, typer.Option(min=64, help="Most tokens of passages in a prompt.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Chooses the questions.")] = 0,
+    dtype: Dtype = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every measure there.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the means there (needs matplotlib).")] = None,
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file that --json wrote, to show beside this run (repeat for more)."),
+    ] = None,
+) -> None:
+    """Measure how far answers on reused modules are from those of full attention."""
+    from rich.progress import Progress
+
+    with err.status("Starting PyTorch …"):
+        from ostinato.lab import quality as lab
+
+    for file in (json_file, plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            _fail(f"There is no folder {file.parent} to write {file.name} to.", status=2)
+    if plot is not None:
+        lab.pyplot()  # what is missing is said now, not after an hour
+    try:
+        reports = [lab.Report.from_json(json.loads(file.read_text())) for file in beside or ()]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        _fail(f"--beside takes files that `ostinato quality --json` wrote: {error}", status=2)
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("Asking", total=None)
+        report = lab.run(
+            model,
+            data,
+            questions=questions,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            seed=seed,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_json(), indent=1))
+    for each in (*reports, report):
+        _print_quality(each)
+    if plot is not None:
+        lab.plot([*reports, report], plot)
+
+
+def _print_quality(report: Report) -> None:
+    headings = ("recomputed", "KL", "95 %", "of isolated", "top-1", "score")
+    for data in dict.fromkeys(row.data for row in report.rows):
+        rows = [row for row in report.rows if row.data == data]
+        columns = (Column(name, justify="right", no_wrap=True) for name in headings)
+        table = Table(Column("mode", no_wrap=True), *columns, box=SIMPLE)
+        table.title = f"{escape(report.model)}, {report.dtype}, {escape(data)}, n = {rows[0].questions}"
+        for row in rows:
+            table.add_row(
+                row.mode,
+                f"{row.recomputed:.1%}",
+                f"{row.kl:.4f}",
+                f"{row.kl_interval[0]:.3f}–{row.kl_interval[1]:.3f}",
+                f"{row.of_isolated:.2f}",
+                f"{row.agreement:.3f}",
+                "" if row.score is None else f"{row.score:.3f}",
+            )
+        Console().print(table)
 
 
 if __name__ == "__main__":

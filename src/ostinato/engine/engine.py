@@ -31,7 +31,7 @@ from ostinato.engine.scheduler import Scheduler, Work
 from ostinato.engine.sequence import Sequence, SequenceChain, sequence_chains
 from ostinato.engine.stream import Stream, collect
 from ostinato.errors import EngineClosedError, InvalidRequestError, PromptTooLongError
-from ostinato.models.catalogue import resolve
+from ostinato.models import catalogue
 from ostinato.models.decoder import Decoder
 from ostinato.models.linear import Backend
 from ostinato.models.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ from ostinato.prompt.chat import encode_chat
 from ostinato.prompt.layout import Layout
 from ostinato.prompt.pml import is_prompt, parse_prompt
 from ostinato.prompt.registry import Registry, module_prompts
-from ostinato.prompt.resolve import ReuseMode
+from ostinato.prompt.resolve import ReuseMode, resolve
 from ostinato.prompt.schema import Schema, SchemaPrompt, Text
 from ostinato.prompt.span import Prompt, Span, plain
 
@@ -103,7 +103,7 @@ class Engine:
         max_sequences: int = 64,
         progress: Progress | None = None,
     ) -> None:
-        path = resolve(model, progress=progress)
+        path = catalogue.resolve(model, progress=progress)
         self.model_name = model if path.name != model and not Path(model).exists() else path.stem
         self._device = choose_device(device)
         self._dtype = choose_dtype(dtype, self._device)
@@ -297,15 +297,14 @@ class Engine:
         Raises:
             SchemaError: it is malformed, and where and why. Nothing is registered then.
         """
-        laid_out = self.schemas.register(schema)
+        laid_out = self.schemas.lay_out(schema)
         if encode:
             prompts = module_prompts(laid_out.schema)
-            for done, prompt in enumerate(prompts):
+            for done, prompt in enumerate(prompts, start=1):
+                self.generate(resolve(laid_out, prompt).prompt, SamplingParams(max_tokens=1, temperature=0))
                 if progress is not None:
                     progress(done, len(prompts))
-                self.generate(prompt, SamplingParams(max_tokens=1, temperature=0))
-            if progress is not None:
-                progress(len(prompts), len(prompts))
+        self.schemas.register(laid_out)
         return laid_out
 
     def encode(

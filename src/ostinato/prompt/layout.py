@@ -246,6 +246,15 @@ class _Scope:
         self._parts.append((after, "template"))
 
     def _finish_text(self) -> None:
+        size = sum(len(text.encode()) for text, _ in self._parts)
+        if self._max_positions is not None and size > 16 * self._max_positions:
+            # Megabytes take seconds to tokenise; what cannot fit is refused without.
+            least = size // self._tokenizer.longest_token
+            if least > self._max_positions:
+                raise SchemaError(
+                    f"{self._kind.capitalize()} '{self._path or self._name}' has a text of {size:,} bytes, at least {least:,} tokens, and the model's "
+                    f"context has {self._max_positions:,}. Shorten or split it."
+                )
         spans = encode(self._tokenizer, self._parts) if self._parts else ()
         if self._bos:
             spans = merged((Span(self._bos, "template"), *spans))

@@ -14,7 +14,7 @@ from ostinato.prompt.schema import Module, Schema, SchemaError, SchemaPrompt, Un
 
 
 class Registry:
-    """Safe to use from any thread. Registering a name again replaces its schema: a new version."""
+    """Safe to use from any thread."""
 
     def __init__(self, tokenizer: Tokenizer, max_positions: int) -> None:
         self._tokenizer = tokenizer
@@ -23,20 +23,22 @@ class Registry:
         self._lock = threading.Lock()
         self._bare = layout(Schema("none"), tokenizer)
 
-    def register(self, schema: Schema | str | Path) -> Layout:
-        """Lay out and keep a schema, given as PML text, as a path to a PML file, or typed.
+    def lay_out(self, schema: Schema | str | Path) -> Layout:
+        """The layout of a schema given as PML text, as a path to a PML file, or typed. Nothing is kept.
 
         Raises:
-            SchemaError: it is malformed; nothing is registered then.
+            SchemaError: it is malformed.
         """
         if isinstance(schema, Path):
             schema = load_schema(schema)
         elif isinstance(schema, str):
             schema = parse_schema(schema) if "<" in schema else load_schema(Path(schema))
-        laid_out = layout(schema, self._tokenizer, max_positions=self._max_positions)
+        return layout(schema, self._tokenizer, max_positions=self._max_positions)
+
+    def register(self, laid_out: Layout) -> None:
+        """Keep a schema under its name; one of that name is replaced."""
         with self._lock:
-            self._layouts[schema.name] = laid_out
-        return laid_out
+            self._layouts[laid_out.schema.name] = laid_out
 
     def get(self, name: str) -> Layout:
         """The layout of a schema; SchemaError if there is none of that name."""

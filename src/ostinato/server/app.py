@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from ostinato import __version__
 from ostinato.engine.engine import LINK_TOKENS, Engine, PromptLike
 from ostinato.engine.request import Chunk, Reply, SamplingParams, Usage
+from ostinato.engine.stream import collect as collect_reply
 from ostinato.errors import EngineClosedError, ModelNotFoundError
 from ostinato.prompt.resolve import Placement
 from ostinato.prompt.schema import SchemaPrompt, Text
@@ -212,20 +213,7 @@ async def collect(pieces: Pieces, count: int) -> list[Reply]:
     async with aclosing(pieces):
         async for index, chunk in pieces:
             chunks[index].append(chunk)
-    return [_join(each) for each in chunks]
-
-
-def _join(chunks: Sequence[Chunk]) -> Reply:
-    last = chunks[-1]
-    assert last.finish_reason, "the engine ends each stream with a finish reason"
-    return Reply(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-        finish_reason=last.finish_reason,
-        usage=last.usage,
-        timing=last.timing,
-        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
-    )
+    return [collect_reply(each) for each in chunks]
 
 
 async def stream(pieces: Pieces, count: int, answer: Answer) -> AsyncGenerator[str, None]:

@@ -114,5 +114,8 @@ class CountRequests:
         try:
             await self._app(scope, receive, noting)
         finally:
-            endpoint = scope["path"] if scope["path"] in ENDPOINTS else "other"
+            path = scope["path"]
+            # One label for all schemas, whose names are the clients' to choose.
+            path = "/v1/schemas" if path.startswith("/v1/schemas/") else path
+            endpoint = path if path in ENDPOINTS else "other"
             self._metrics.requests.labels(endpoint, str(status)).inc()

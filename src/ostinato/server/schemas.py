@@ -12,15 +12,11 @@ from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse
 
 from ostinato.engine.engine import Engine
-from ostinato.engine.request import SamplingParams
 from ostinato.errors import InvalidRequestError
-from ostinato.prompt.layout import Layout, layout
+from ostinato.prompt.layout import Layout
 from ostinato.prompt.pml import parse_schema
-from ostinato.prompt.registry import module_prompts
 from ostinato.prompt.report import cacheable, overview, tree
-from ostinato.prompt.resolve import resolve
 from ostinato.prompt.schema import Schema, SchemaError
-from ostinato.prompt.span import Prompt
 from ostinato.server.errors import RefusedError
 from ostinato.server.messages import check_unicode
 
@@ -86,15 +82,23 @@ class Schemas:
 
     async def add(self, schema: Schema, *, encode: bool, replace: bool) -> tuple[Layout, bool]:
         """Register a schema; its layout, and whether it replaced one. Either all of this happens or nothing."""
-        if not replace:
-            self._check_new(schema.name)
-        if encode:
-            await self._encode(schema)
         async with self._changing:
-            if not replace:
-                self._check_new(schema.name)
             known = schema.name in self._engine.schemas.names()
-            return await asyncio.to_thread(self._engine.register, schema), known
+            if known and not replace:
+                raise RefusedError(
+                    409,
+                    f"There is a schema '{schema.name}' already. PUT /v1/schemas/{schema.name} replaces it.",
+                    param="name",
+                    code="schema_exists",
+                )
+            try:
+                return await asyncio.to_thread(self._engine.register, schema, encode=encode), known
+            except SchemaError:
+                raise
+            except InvalidRequestError as error:
+                raise InvalidRequestError(
+                    f"The schema cannot be encoded: {error}", param="encode", code=error.code
+                ) from error
 
     async def remove(self, name: str) -> None:
         """Forget a schema; 404 if there is none of that name."""
@@ -109,33 +113,6 @@ class Schemas:
         counts = self._engine.cached_tokens(prompt)
         cached = {id(text): count for text, count in zip(texts, counts, strict=True)}
         return summary(laid_out, cached)
-
-    def _check_new(self, name: str) -> None:
-        if name in self._engine.schemas.names():
-            raise RefusedError(
-                409,
-                f"There is a schema '{name}' already. PUT /v1/schemas/{name} replaces it.",
-                param="name",
-                code="schema_exists",
-            )
-
-    async def _encode(self, schema: Schema) -> None:
-        """Compute the states of a schema before it is registered, so that a failure leaves no trace of it."""
-        engine = self._engine
-
-        def prompts() -> list[Prompt]:
-            laid_out = layout(schema, engine.tokenizer, max_positions=engine.max_model_len)
-            return [resolve(laid_out, prompt).prompt for prompt in module_prompts(schema)]
-
-        try:
-            for prompt in await asyncio.to_thread(prompts):
-                await engine.agenerate(prompt, SamplingParams(max_tokens=1, temperature=0))
-        except SchemaError:
-            raise
-        except InvalidRequestError as error:
-            raise InvalidRequestError(
-                f"The schema cannot be encoded: {error}", param="encode", code=error.code
-            ) from error
 
 
 def schema_routes(engine: Engine) -> APIRouter:
