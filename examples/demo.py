@@ -22,9 +22,9 @@ QUESTION = "What happens when memory is full? Answer in two sentences."
 DOCUMENTS = Path(__file__).parent / "demo"
 INSTRUCTION = "Answer the question from these documents. Be brief."
 ABOUT_DOCUMENTS = (
-    (("lighthouse", "bakery", "ferry", "observatory"), "How long does a crossing of the ferry Tern take?"),
-    (("observatory", "bakery"), "When may visitors come to the observatory?"),
+    (("observatory", "ferry", "bakery", "lighthouse"), "How many loaves does the bakery sell a day?"),
     (("ferry", "observatory", "lighthouse"), "How many steps does the stair of the lighthouse have?"),
+    (("bakery", "observatory"), "What is the diameter of the mirror of the telescope?"),
 )
 
 

@@ -47,10 +47,10 @@ def register(engine: Engine, schema: Schema | str | Path) -> Schema:
     return known
 
 
-def ask(engine: Engine, question: str, prompt: PromptLike) -> Asked:
+def ask(engine: Engine, question: str, prompt: PromptLike, max_tokens: int = 60) -> Asked:
     """Answer a question and print the answer as it comes."""
     console.print(f"\n[bold]Q:[/] {question}")
-    params = SamplingParams(max_tokens=60, temperature=0, frequency_penalty=0.3)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, frequency_penalty=0.3)
     text, last = stream(engine, prompt, params)
     console.print(
         f"[dim]{last.usage.prompt_tokens} prompt tokens, {last.usage.cached_tokens} of them cached; "
@@ -86,7 +86,9 @@ def run(main: Callable[[Engine], Sequence[Asked]]) -> None:
     """Run an example with an engine of its own."""
     with open_engine("smollm2-135m") as engine:
         compare(engine, main(engine))
-        console.print("[dim]A model of 135 million parameters wrote these answers. Larger ones know better.[/]")
+        console.print(
+            "[dim]A model of 135 million parameters wrote these answers. Larger ones know better.[/]"
+        )
 
 
 def stream(engine: Engine, prompt: PromptLike, params: SamplingParams) -> tuple[str, Chunk]:

@@ -21,6 +21,7 @@ City = Literal["lisbon", "bergen", "kyoto"]
 
 @prompt_program
 def money(currency: Annotated[str, 6], budget: Annotated[int, 8]):
+    """What the traveller can spend. As everywhere, the first string is documentation."""
     f"""
     The traveller has {budget} {currency} for the whole journey. Name the price of whatever costs something. Museums
     are cheaper or free on one day of the week, and a ticket for several days pays off from the third ride on.

@@ -6,19 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import schemas
 import torch
-from dense import decoder_of
-from families import FAMILIES, build
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from test_modules import check, seen_by_reply
 
+import schemas
+from dense import decoder_of
+from families import FAMILIES, build
 from ostinato import Engine, SamplingParams
 from ostinato.errors import InvalidRequestError
 from ostinato.models.decoder import Decoder
 from ostinato.prompt.resolve import ReuseMode
 from ostinato.prompt.schema import Document, Documents, Schema, SchemaPrompt, Text
+from test_modules import check, seen_by_reply
 
 Loaded = tuple[Engine, Decoder]
 MODES = st.sampled_from(("modular", "linked", "exact"))

@@ -303,18 +303,18 @@ def _chains(pieces: Sequence[_Piece], link_tokens: int) -> tuple[Chain, ...]:
         last_alone = last and sees != before and links < length
         if not replaced and not (last_alone and length == 1):
             number[id(piece)] = index
-            chains.append(Chain(piece.spans, piece.start, sees, name))
+            chains.append(Chain(piece.spans, piece.start, sees, name=name))
         if last_alone and length == 1:
             links, last_alone = 1, False
         if links:
             everything.append(View(len(chains)))
-            chains.append(Chain(_cut(piece.spans, 0, links), piece.start, before, name))
+            chains.append(Chain(_cut(piece.spans, 0, links), piece.start, before, name=name))
         end = length - 1 if last_alone else None
         if links < (length if end is None else end):
             everything.append(View(index, links, end))
         if last_alone:
             spans = _cut(piece.spans, length - 1, length)
-            chains.append(Chain(spans, piece.end - 1, tuple(everything), name))
+            chains.append(Chain(spans, piece.end - 1, tuple(everything), name=name))
     return tuple(chains)
 
 
