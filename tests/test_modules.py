@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from dense import decoder_of, dense_logits
 from families import FAMILIES, VOCAB, build
 from ostinato import Engine, SamplingParams
+from ostinato.engine import attention
 from ostinato.models.decoder import Decoder
 from ostinato.prompt.span import Chain, Prompt, Span, View
 
@@ -138,3 +140,38 @@ def test_reused_modules_take_no_slots_of_their_own(loaded: Callable[[str], Loade
     assert stats.slots_used + stats.slots_cached <= shared + 3 * 2 * size
     for stream in streams:
         stream.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_requests_share_is_read_once_and_replies_stay_exact(
+    loaded: Callable[[str], Loaded], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests in one batch over the same modules, and strangers between them: cascade attention is taken."""
+    monkeypatch.setattr("ostinato.engine.attention.CASCADE_TOKENS", 4)
+    taken: list[int] = []
+    original = attention.AttentionBatch.cascade.func  # pyright: ignore[reportFunctionMemberAccess]
+
+    def counted(batch: attention.AttentionBatch) -> object:
+        found = original(batch)
+        taken.append(found is not None)
+        return found
+
+    counting = functools.cached_property(counted)
+    counting.__set_name__(attention.AttentionBatch, "cascade")
+    monkeypatch.setattr(attention.AttentionBatch, "cascade", counting)
+    engine, decoder = loaded(name)
+    engine.clear_cache()
+    head, module = Chain((Span(library(100)),)), Chain((Span(library(101)),), 40, (View(0),))
+    asked = [
+        Prompt((head, module, Chain((Span((5, 9 + i, 7)),), 80 + i, (View(0), View(1))))) for i in range(3)
+    ] + [Prompt((Chain((Span(library(60 + i)),)),)) for i in range(2)]
+    params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+    streams = [engine.stream(prompt, params) for prompt in asked]
+    for prompt, stream in zip(asked, streams, strict=True):
+        tokens = tuple(token for chunk in stream for token in chunk.token_ids)
+        last = prompt.chains[-1]
+        with_reply = replace(last, spans=(*last.spans, Span(tokens[:-1])))
+        with torch.inference_mode():
+            logits = dense_logits(decoder, Prompt((*prompt.chains[:-1], with_reply)))
+        assert list(tokens) == logits[len(last.token_ids) - 1 :].argmax(-1).tolist()
+    assert any(taken)

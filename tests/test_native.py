@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import subprocess
@@ -400,3 +401,47 @@ def test_one_openmp_runtime(kernels: Kernels) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_in_two_parts_merges_to_the_whole(kernels: Kernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 2, 200, 32).to(dtype)
+    q = torch.randn(7, 6, 32).to(dtype)
+    positions = [150, 151, 152, 160, 170, 180, 190]
+
+    def batch(runs: list[tuple[int, int, int]]) -> AttentionBatch:
+        return AttentionBatch(
+            [0, 7], positions, [0, len(runs)], *([run[i] for run in runs] for i in range(3))
+        )
+
+    def attend(runs: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = torch.empty_like(q), torch.empty(7, 6)
+        kernels.attend(q, keys, values, out, batch(runs), 0.2, lse=lse)
+        return out, lse
+
+    whole, lse = attend([(0, 200, 0)])
+    scores = torch.einsum("thd,hsd->ths", q.float(), keys.float().repeat_interleave(3, 0)) * 0.2
+    hidden = torch.arange(200)[None, :] > torch.tensor(positions)[:, None]
+    expected = scores.masked_fill(hidden[:, None], float("-inf")).logsumexp(-1) / math.log(2)
+    torch.testing.assert_close(lse, expected, atol=2e-2, rtol=0)
+    for cut in (1, 64, 160, 199):
+        first, first_lse = attend([(0, cut, 0)])
+        second, second_lse = attend([(cut, 200 - cut, cut)])
+        kernels.merge(first, second, first_lse, second_lse)
+        torch.testing.assert_close(first, whole, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_turned_keys_equal_rotation(kernels: Kernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    pool = torch.randn(4, 2, 50, 48).to(dtype)
+    before = pool.clone()
+    angle = torch.rand(16) * 6
+    kernels.turn_keys(pool, [1, 3], 7, 20, angle.cos(), angle.sin())
+    a, b = before[[1, 3], :, 7:27, :16].float(), before[[1, 3], :, 7:27, 16:32].float()
+    expected = torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+    got = pool[[1, 3], :, 7:27, :32].float()
+    torch.testing.assert_close(got, expected, atol=1e-5 if dtype == torch.float32 else 3e-2, rtol=0)
+    pool[[1, 3], :, 7:27, :32] = before[[1, 3], :, 7:27, :32]
+    assert torch.equal(pool, before)

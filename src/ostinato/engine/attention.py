@@ -21,6 +21,9 @@ from ostinato.cache.pool import Pool, Run
 from ostinato.native.kernels import AttentionBatch as NativeBatch
 from ostinato.native.kernels import Kernels
 
+CASCADE_TOKENS = 128
+"""From this many shared tokens on, reading them once for all is worth two calls and a merge."""
+
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -60,10 +63,43 @@ class AttentionBatch:
 
     @cached_property
     def native(self) -> NativeBatch:
-        run_starts = [0, *accumulate(len(runs) for runs in self.runs)]
-        flat = np.array([(r.slot, r.length, r.position) for runs in self.runs for r in runs], dtype=np.int32)
+        return self._native(self.starts, self.runs)
+
+    @cached_property
+    def cascade(self) -> tuple[NativeBatch, NativeBatch] | None:
+        """The batch in two: runs that several sequences share, read once for all of them, and the rest.
+
+        None where nothing long enough is shared. Sequences that share stand side by side, in order of
+        position: the scheduler sees to it.
+        """
+        starts, shared = [0], list[Sequence[Run]]()
+        rest = list(self.runs)
+        at = 0
+        while at < len(self.runs):
+            end, common = at + 1, self.runs[at]
+            while end < len(self.runs) and self._decodes(at) and self._decodes(end):
+                longer = _common_runs(common, self.runs[end])
+                if sum(run.length for run in longer) < CASCADE_TOKENS:
+                    break
+                end, common = end + 1, longer
+            alone = end == at + 1
+            starts.append(self.starts[end])
+            shared.append(() if alone else common)
+            for i in () if alone else range(at, end):
+                rest[i] = tuple(_without(self.runs[i], common))
+            at = end
+        if not any(shared):
+            return None
+        return self._native(starts, shared), self._native(self.starts, rest)
+
+    def _decodes(self, sequence: int) -> bool:
+        return self.starts[sequence + 1] - self.starts[sequence] == 1
+
+    def _native(self, starts: Sequence[int], runs: Sequence[Sequence[Run]]) -> NativeBatch:
+        run_starts = [0, *accumulate(len(each) for each in runs)]
+        flat = np.array([(r.slot, r.length, r.position) for each in runs for r in each], dtype=np.int32)
         slot, length, position = flat.reshape(-1, 3).T
-        return NativeBatch(self.starts, self.positions, run_starts, slot, length, position)
+        return NativeBatch(starts, self.positions, run_starts, slot, length, position)
 
     def buffers(self, like: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """Queries and output of one layer, [tokens, heads, head_dim]; every layer of a step uses the same two."""
@@ -75,6 +111,26 @@ class AttentionBatch:
     @cached_property
     def slots_long(self) -> Tensor:
         return self.slots.long()
+
+
+def _common_runs(a: Sequence[Run], b: Sequence[Run]) -> tuple[Run, ...]:
+    """The KV that two lists of runs begin with."""
+    common: list[Run] = []
+    for x, y in zip(a, b, strict=False):
+        if (x.slot, x.position) != (y.slot, y.position):
+            break
+        common.append(x if x.length < y.length else y)
+        if x.length != y.length:
+            break
+    return tuple(common)
+
+
+def _without(runs: Sequence[Run], common: Sequence[Run]) -> Iterator[Run]:
+    """What `runs` have beyond the KV they begin with."""
+    for i, run in enumerate(runs):
+        read = common[i].length if i < len(common) else 0
+        if run.length > read:
+            yield Run(run.slot + read, run.length - read, run.position + read)
 
 
 def attend(
@@ -96,7 +152,16 @@ def attend(
             qkv, batch.positions, batch.slots, layer.cos, layer.sin, q, keys, values,
             layer.q_norm, layer.k_norm, layer.norm_eps,
         )  # fmt: skip
-        kernels.attend(q, keys, values, out, batch.native, layer.scale, layer.window or 0, layer.slopes)
+        window = layer.window or 0
+        if batch.cascade is None:
+            kernels.attend(q, keys, values, out, batch.native, layer.scale, window, layer.slopes)
+        else:
+            shared, rest = batch.cascade
+            other = torch.empty_like(out)
+            lse, other_lse = out.new_empty((2, *out.shape[:2]), dtype=torch.float32)
+            kernels.attend(q, keys, values, out, rest, layer.scale, window, layer.slopes, lse)
+            kernels.attend(q, keys, values, other, shared, layer.scale, window, layer.slopes, other_lse)
+            kernels.merge(out, other, lse, other_lse)
     else:
         q, k, v = _split_and_rotate(qkv, batch.positions, layer)
         keys[:, batch.slots_long] = k.transpose(0, 1)

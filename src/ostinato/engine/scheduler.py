@@ -59,7 +59,8 @@ class Scheduler:
         """Choose the next step's work; every sequence in it has blocks for the tokens it computes."""
         self._admit()
         self._grow()
-        decoding = [s for s in self.running if s.remaining == 1]
+        # Those that look at the same KV stand side by side, so that it is read once for all of them.
+        decoding = sorted((s for s in self.running if s.remaining == 1), key=_what_it_reads)
         prefilling = [s for s in self.running if s.remaining > 1]
         work = [Work(s, 1) for s in decoding]
         budget = max(self.max_batch_tokens - len(decoding), self.block_size)
@@ -240,3 +241,10 @@ class Scheduler:
     def _stop_computing(self, sequence: Sequence, key: bytes) -> None:
         if self._computing.get(key) is sequence:
             del self._computing[key]
+
+
+def _what_it_reads(sequence: Sequence) -> tuple[int, int]:
+    last = sequence.last
+    return sequence.chains[0].blocks[0].number if sequence.chains[0].blocks else -1, last.start + len(
+        last.token_ids
+    )

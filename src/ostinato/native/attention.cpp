@@ -80,8 +80,9 @@ void write_unit(const Problem& p, const Unit& u, const float* out, int step = 0)
             const float sum = work.tiles[t].sum[l];
             inverse[l] = sum > 0 ? 1.0f / sum : 0.0f;
             const int row = u.first + t * LANES + (l < lanes ? l : 0);
-            rows[l] = static_cast<T*>(p.out) +
-                      (int64_t(start + row / p.group) * p.heads + u.kv_head * p.group + row % p.group) * D;
+            const int64_t at = int64_t(start + row / p.group) * p.heads + u.kv_head * p.group + row % p.group;
+            rows[l] = static_cast<T*>(p.out) + at * D;
+            if (p.lse && l < lanes) p.lse[at] = sum > 0 ? work.tiles[t].most[l] + std::log2(sum) : -INFINITY;
         }
         Math::write(out + size_t(t) * width, inverse, rows, lanes, D);
     }
@@ -201,8 +202,10 @@ void attend_few(const Problem& p, const int* sequences, int count) {
                 const int64_t from = it.key_at(cut(t, n)), to = t == n - 1 ? it.keys : it.key_at(cut(t + 1, n));
                 if (from < to) join(sum, parts + size_t(2 * t) * part, it.tiles);
             }
-            for (int k = 0; k < it.tiles; k++)
+            for (int k = 0; k < it.tiles; k++) {
+                std::memcpy(work.tiles[k].most, sum + k * (width + 2 * LANES) + width, sizeof(float) * LANES);
                 std::memcpy(work.tiles[k].sum, sum + k * (width + 2 * LANES) + width + LANES, sizeof(float) * LANES);
+            }
             write_unit<T, Math>(p, Unit{it.sequence, it.kv_head, 0, it.rows, 0, 0}, sum, width + 2 * LANES);
         }
     };

@@ -32,6 +32,7 @@ struct Problem {
     const void *q, *k, *v;
     void* out;
     const float* slopes;
+    float* lse;  // [T, H], log2 of the sum of exponentials that each output was divided by; may be null
     int64_t k_stride, v_stride;
     int32_t heads, kv_heads, dim, window, flags;  // flags: 1 bf16; bits 8.. the threads
     float scale;

@@ -234,3 +234,33 @@ EXPORT void ostinato_turn_keys(const TurnKeys* c) {
     else
         run(static_cast<float*>(c->keys));
 }
+
+struct MergeCall {
+    void* out;
+    const void* other;
+    const float *lse, *other_lse;
+    int32_t rows, dim, flags;
+};
+
+// Joins attention over some keys with attention over others: each weighs as much as its sum of exponentials.
+EXPORT void ostinato_merge(const MergeCall* c) {
+    auto run = [&](auto* out) {
+        using T = std::remove_pointer_t<decltype(out)>;
+        const T* other = static_cast<const T*>(c->other);
+        each_row(c->rows, int64_t(c->rows) * c->dim, c->flags >> 8, [&](int64_t i) {
+            const float a = c->lse[i], b = c->other_lse[i], most = a > b ? a : b;
+            if (most == -INFINITY || b == -INFINITY) return;
+            const float x = std::exp2(a - most), y = std::exp2(b - most), w = y / (x + y);
+            T* to = out + i * c->dim;
+            const T* from = other + i * c->dim;
+            for (int d = 0; d < c->dim; d++) {
+                const float mine = to_float(to[d]);
+                from_float(mine + (to_float(from[d]) - mine) * w, to[d]);
+            }
+        });
+    };
+    if (c->flags & 1)
+        run(static_cast<bf16*>(c->out));
+    else
+        run(static_cast<float*>(c->out));
+}

@@ -36,7 +36,8 @@ _LINEAR = struct.Struct("PPPPPPqqqiif")
 _NORM = struct.Struct("PPPPqqqiiif")
 _GATED = struct.Struct("PPqqiii")
 _ROPE_STORE = struct.Struct("PPPPPPPPPPqqqiiiiiif")
-_ATTEND = struct.Struct("PPPPPPqqiiiiifii")
+_ATTEND = struct.Struct("PPPPPPPqqiiiiifii")
+_MERGE = struct.Struct("PPPPiii")
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "use_openmp": (None, [_i32] * 2),
@@ -49,6 +50,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gated": (None, [ctypes.c_char_p]),
     "rope_store": (None, [ctypes.c_char_p]),
     "attend": (None, [ctypes.c_char_p]),
+    "merge": (None, [ctypes.c_char_p]),
     "turn_keys": (None, [_pointer]),
 }
 
@@ -148,6 +150,7 @@ class Kernels:
         self._rms_norm, self._rms_norm_long = short["rms_norm"], long["rms_norm"]
         self._gated, self._gated_long = short["gated"], long["gated"]
         self._rope_store, self._rope_store_long = short["rope_store"], long["rope_store"]
+        self._merge = short["merge"]
         self._turn_keys = long["turn_keys"]
         self._attend, self._attend_long = short["attend"], long["attend"]
 
@@ -348,12 +351,13 @@ class Kernels:
         scale: float,
         window: int = 0,
         slopes: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """Attention of every query over the keys of its sequence's runs at its position and before.
 
         q, out: [T, H, D], contiguous; k_layer, v_layer: [KV, slots, D] with contiguous slots; window: a
         query at position p sees only keys after p - window (0: all); slopes: float32 [H] (ALiBi). A query
-        that sees no key gets zeros.
+        that sees no key gets zeros. lse: float32 [T, H], filled with the log2 of each query's sum of exponentials.
         """
         _, heads, dim = q.shape
         call = _ATTEND.pack(
@@ -363,6 +367,7 @@ class Kernels:
             v_layer.data_ptr(),
             out.data_ptr(),
             0 if slopes is None else slopes.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
             k_layer.stride()[0],
             v_layer.stride()[0],
             heads,
@@ -376,6 +381,18 @@ class Kernels:
         )
         (self._attend if batch.tokens <= _LONG_ROWS else self._attend_long)(call)
         return out
+
+    def merge(self, out: Tensor, other: Tensor, lse: Tensor, other_lse: Tensor) -> None:
+        """Joins to `out`, attention over some keys, `other`, attention over other keys.
+
+        out, other: [T, H, D], contiguous; lse, other_lse: float32 [T, H], as `attend` gives them.
+        """
+        self._merge(
+            _MERGE.pack(
+                out.data_ptr(), other.data_ptr(), lse.data_ptr(), other_lse.data_ptr(), lse.numel(), out.size(2),
+                _BF16[out.dtype] | self.threads << 8,
+            )
+        )  # fmt: skip
 
 
 def load(arch: str = "native") -> Kernels | None:
