@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
+from families import build
+from ostinato import Engine
 from ostinato.engine.attention import AttentionLayer
 from ostinato.models.decoder import Decoder
 from ostinato.models.linear import Backend
 from ostinato.models.weights import load_model_files
 from ostinato.prompt.span import Prompt
+
+
+class Families:
+    """An engine of each family in float32, made once, and its decoder for the reference."""
+
+    def __init__(self, folders: pytest.TempPathFactory, **options: int) -> None:
+        self._folders, self._options = folders, options
+        self._made: dict[str, tuple[Engine, Decoder]] = {}
+
+    def __call__(self, name: str) -> tuple[Engine, Decoder]:
+        if name not in self._made:
+            folder = self._folders.mktemp(name)
+            build(name, folder)
+            self._made[name] = Engine(str(folder), dtype="float32", **self._options), decoder_of(folder)
+        return self._made[name]
 
 
 def decoder_of(folder: Path) -> Decoder:

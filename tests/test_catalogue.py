@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ostinato.errors import ModelFormatError, ModelNotFoundError
+from ostinato.files import cache_dir, file_sha256
 from ostinato.models import catalogue as module
 from ostinato.models.catalogue import catalogue, pull, resolve
-from ostinato.models.files import cache_dir, file_sha256
 
 FAKE_PIP = """#!{python}
 import pathlib, shutil, sys

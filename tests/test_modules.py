@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dense import decoder_of, dense_logits
-from families import FAMILIES, VOCAB, build
+from dense import Families, dense_logits
+from families import FAMILIES, VOCAB
 from ostinato import Engine, SamplingParams
 from ostinato.engine import attention
 from ostinato.models.decoder import Decoder
 from ostinato.prompt.span import Chain, Prompt, Span, View
 
-Loaded = tuple[Engine, Decoder]
-
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
-    """An engine of each family with a pool so small that prompts evict each other's modules."""
-    cache: dict[str, Loaded] = {}
-
-    def get(name: str) -> Loaded:
-        if name not in cache:
-            folder: Path = tmp_path_factory.mktemp(name)
-            build(name, folder)
-            engine = Engine(str(folder), dtype="float32", kv_tokens=288, block_size=8, max_batch_tokens=24)
-            cache[name] = engine, decoder_of(folder)
-        return cache[name]
-
-    return get
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    """A pool so small that prompts evict each other's modules."""
+    return Families(tmp_path_factory, kv_tokens=288, block_size=8, max_batch_tokens=24)
 
 
 def library(seed: int) -> tuple[int, ...]:
@@ -90,7 +76,7 @@ def check(engine: Engine, decoder: Decoder, prompt: Prompt) -> int:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_chains_equal_the_dense_reference(loaded: Callable[[str], Loaded], name: str) -> None:
+def test_chains_equal_the_dense_reference(loaded: Families, name: str) -> None:
     engine, decoder = loaded(name)
     hits = []
 
@@ -116,7 +102,7 @@ def seen_by_reply(prompt: Prompt) -> int:
     return sum(seen) + len(last.token_ids)
 
 
-def test_reused_modules_take_no_slots_of_their_own(loaded: Callable[[str], Loaded]) -> None:
+def test_reused_modules_take_no_slots_of_their_own(loaded: Families) -> None:
     engine, _ = loaded("llama")
     engine.clear_cache()
     size = engine.index.pool.block_size
@@ -144,7 +130,7 @@ def test_reused_modules_take_no_slots_of_their_own(loaded: Callable[[str], Loade
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_requests_share_is_read_once_and_replies_stay_exact(
-    loaded: Callable[[str], Loaded], name: str, monkeypatch: pytest.MonkeyPatch
+    loaded: Families, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests in one batch over the same modules, and strangers between them: cascade attention is taken."""
     monkeypatch.setattr("ostinato.engine.attention.CASCADE_TOKENS", 4)

@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import schemas
-from dense import decoder_of
-from families import FAMILIES, build
-from ostinato import Engine, SamplingParams
+from dense import Families
+from families import FAMILIES
+from ostinato import SamplingParams
 from ostinato.errors import InvalidRequestError
-from ostinato.models.decoder import Decoder
 from ostinato.prompt.resolve import ReuseMode
 from ostinato.prompt.schema import Document, Documents, Schema, SchemaPrompt, Text
 from test_modules import check, seen_by_reply
 
-Loaded = tuple[Engine, Decoder]
 MODES = st.sampled_from(("modular", "linked", "exact"))
 QUIET = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
-    cache: dict[str, Loaded] = {}
-
-    def get(name: str) -> Loaded:
-        if name not in cache:
-            folder: Path = tmp_path_factory.mktemp(name)
-            build(name, folder)
-            engine = Engine(str(folder), dtype="float32", kv_tokens=1024, block_size=4, max_batch_tokens=40)
-            cache[name] = engine, decoder_of(folder)
-        return cache[name]
-
-    return get
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    return Families(tmp_path_factory, kv_tokens=1024, block_size=4, max_batch_tokens=40)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_schemas_equal_the_dense_reference(loaded: Callable[[str], Loaded], name: str) -> None:
+def test_schemas_equal_the_dense_reference(loaded: Families, name: str) -> None:
     engine, decoder = loaded(name)
 
     @QUIET
@@ -65,7 +50,7 @@ def test_schemas_equal_the_dense_reference(loaded: Callable[[str], Loaded], name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_documents_equal_the_dense_reference(loaded: Callable[[str], Loaded], name: str) -> None:
+def test_documents_equal_the_dense_reference(loaded: Families, name: str) -> None:
     engine, decoder = loaded(name)
     texts = ("The red house", "A mill was built here, long ago.", "Ferries leave at six", "Bees!", "x" * 40)
 
@@ -92,7 +77,7 @@ def test_documents_equal_the_dense_reference(loaded: Callable[[str], Loaded], na
     assert engine.stats().slots_used == 0
 
 
-def test_documents_are_reused_in_any_order_and_number(loaded: Callable[[str], Loaded]) -> None:
+def test_documents_are_reused_in_any_order_and_number(loaded: Families) -> None:
     engine, _ = loaded("llama")
     engine.clear_cache()
     a, b, c = (Document(letter * 37) for letter in "abc")

@@ -382,7 +382,7 @@ def quality(
 
 
 def _print_quality(report: Report) -> None:
-    headings = ("recomputed", "KL", "95 %", "of isolated", "top-1", "score")
+    headings = ("recomputed", "KL", "95 %", "KL ratio", "top-1", "score")
     for data in dict.fromkeys(row.data for row in report.rows):
         rows = [row for row in report.rows if row.data == data]
         columns = (Column(name, justify="right", no_wrap=True) for name in headings)

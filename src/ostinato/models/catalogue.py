@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from ostinato.errors import ModelFormatError, ModelNotFoundError
-from ostinato.models.files import cache_dir, file_sha256
+from ostinato.files import cache_dir, file_sha256
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in total."""

@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ostinato.errors import ModelFormatError, ModelNotFoundError
+from ostinato.files import file_sha256
 from ostinato.models.config import ModelConfig
 from ostinato.models.config_readers import config_from_gguf, config_from_hf
-from ostinato.models.files import file_sha256
 from ostinato.models.gguf_file import GGUFFile
 from ostinato.models.names import Translate, expected_shapes, gguf_names, hf_names, required_in_layer
 from ostinato.models.quant import QuantTensor, from_ggml

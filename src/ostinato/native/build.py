@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch  # its OpenMP runtime has to be in the process before ours is looked for
 
+from ostinato.files import cache_dir
+
 log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
@@ -96,14 +98,6 @@ def _torch_runtime() -> str | None:
     return next((path for path in loaded if path.startswith(home)), loaded[0] if loaded else None)
 
 
-def _cache_folder() -> Path:
-    home = os.environ.get("OSTINATO_CACHE")
-    if home:
-        return Path(home) / "native"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ostinato" / "native"
-
-
 def _compiled(arch: str) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if not compiler:
@@ -116,7 +110,7 @@ def _compiled(arch: str) -> Path:
         key.update(part.encode() + b"\0")
     for file in (*sources, *sorted(_HERE.glob("*.h"))):
         key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    folder = _cache_folder()
+    folder = cache_dir() / "native"
     path = folder / f"{key.hexdigest()[:32]}.so"
     if path.exists():
         return path
