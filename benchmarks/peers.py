@@ -170,15 +170,9 @@ class LlamaCpp:
         return time.perf_counter() - start
 
     def modules(self, modules: list[list[int]], question: list[int], how: str) -> float:
-        if how in ("cached", "moved"):  # it reuses prefixes only, and a new order shares none
-            how = "cold"
-        flat = [token for module in modules for token in module]
-        if how == "cold":
-            return self.prefill([*flat, *question])
-        self.prefill(flat)
-        start = time.perf_counter()
-        self.llm.eval(question)
-        return time.perf_counter() - start
+        if how != "cached":
+            raise LookupError("measured once: it reuses prefixes only, and a new order shares none")
+        return self.prefill([*(token for module in modules for token in module), *question])
 
     def batch(self, prompts: list[list[int]], count: int) -> float:
         if len(prompts) > 1:
@@ -225,13 +219,9 @@ class Transformers:
         return self.prefill(tokens)  # generate() keeps nothing between calls
 
     def modules(self, modules: list[list[int]], question: list[int], how: str) -> float:
-        flat = [token for module in modules for token in module]
-        if how != "prefix":
-            return self.prefill([*flat, *question])
-        past = self._forward([flat], None)
-        start = time.perf_counter()
-        self._forward([question], past)
-        return time.perf_counter() - start
+        if how != "cached":
+            raise LookupError("measured once: it reuses nothing")
+        return self.prefill([*(token for module in modules for token in module), *question])
 
     def batch(self, prompts: list[list[int]], count: int) -> float:
         past = self._forward(prompts, None)

@@ -181,6 +181,16 @@ def test_eviction_goes_leaf_first_and_oldest_first() -> None:
     assert plan_of(index, [2] * 16).cached_tokens == 15
 
 
+def test_what_is_retired_goes_first() -> None:
+    index = Index(make_pool(6), LRU())
+    fill(index, [1] * 8)
+    retired = fill(index, [2] * 16)
+    index.retire(key for block in retired if (key := block.key))
+    numbers = [block.number for block in retired]
+    assert [index.allocate(1)[0].number for _ in range(4)] == numbers[::-1]
+    assert plan_of(index, [1] * 8).cached_tokens == 7
+
+
 def test_a_longer_tail_replaces_the_shorter() -> None:
     index = Index(make_pool(8), LRU())
     fill(index, [1, 2, 3, 4, 5])

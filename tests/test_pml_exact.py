@@ -89,3 +89,27 @@ def test_documents_are_reused_in_any_order_and_number(loaded: Families) -> None:
     assert ask(a, b, c) == 0
     assert ask(c, a) == len("Read: ") + 2 * (37 + 2)  # each with two newlines; only the question is new
     assert ask(b, c, a) == len("Read: ") + 3 * (37 + 2)
+
+
+def test_a_replaced_schema_is_evicted_first(loaded: Families) -> None:
+    engine, _ = loaded("llama")
+    engine.clear_cache()
+    schema = '<schema name="s"><module name="m">{}</module></schema>'
+    prompt, one = '<prompt schema="s"><m/>Go</prompt>', SamplingParams(max_tokens=1)
+    engine.register(schema.format("old text of the module " * 8))
+    engine.generate(prompt, one)
+    engine.generate([3] * 400, one)
+    engine.register(schema.format("new text of the module " * 8))
+    new = engine.generate(prompt, one)
+    assert new.usage.cached_tokens == 0, "another text is another module"
+    before = engine.stats()
+    engine.generate([4] * 420, one)  # the pool is full: something has to go
+    assert engine.stats().evicted_blocks > before.evicted_blocks
+    assert engine.generate([3] * 400, one).usage.cached_tokens == 399, (
+        "older than the replaced schema, but alive"
+    )
+    engine.register(schema.format("old text of the module " * 8))
+    assert engine.generate(prompt, one).usage.cached_tokens < 20, "nearly all of the old one went"
+    engine.unregister("s")
+    with pytest.raises(InvalidRequestError, match="There is no schema 's'"):
+        engine.generate(prompt, one)

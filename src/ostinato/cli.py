@@ -340,8 +340,13 @@ def quality(
     max_tokens: Annotated[int, typer.Option(min=64, help="Most tokens of passages in a prompt.")] = 4096,
     seed: Annotated[int, typer.Option(help="Chooses the questions.")] = 0,
     dtype: Dtype = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every measure there.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the means there (needs matplotlib).")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write every measure there.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, writable=True, help="Draw the means there (needs matplotlib)."),
+    ] = None,
     beside: Annotated[
         list[Path] | None,
         typer.Option(help="A file that --json wrote, to show beside this run (repeat for more)."),

@@ -18,3 +18,5 @@ class Block:
     token_ids: tuple[int, ...] = field(default=(), repr=False)
     children: int = 0
     """How many cached blocks continue it. A block with children is never evicted before them."""
+    retired: bool = False
+    """True if nothing is expected to ask for it again: it is evicted before all others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ostinato.cache.block import Block
@@ -80,6 +80,7 @@ class Index:
         if block.users == 0:
             self._cached_only -= 1
         block.users += 1
+        block.retired = False  # somebody asks for it after all
         self.policy.hit(block)
 
     def allocate(self, count: int, *, after: int | None = None) -> list[Block]:
@@ -141,6 +142,15 @@ class Index:
             if block.users == 0:
                 self._cached_only += 1
                 self.policy.release(block)
+
+    def retire(self, keys: Iterable[bytes]) -> None:
+        """Evict the blocks of these keys first: what they belong to is gone. Given in order from the root."""
+        for key in keys:
+            block = self._by_key.get(key)
+            if block is not None and not block.retired:
+                block.retired = True
+                if block.users == 0:
+                    self.policy.retire(block)
 
     def clear(self) -> int:
         """Forget every cached block that no request uses. Returns how many."""

@@ -41,6 +41,7 @@ from ostinato.prompt.chat import encode_chat
 from ostinato.prompt.layout import Layout
 from ostinato.prompt.pml import is_prompt, parse_prompt
 from ostinato.prompt.registry import Registry, module_prompts
+from ostinato.prompt.report import cacheable
 from ostinato.prompt.resolve import ReuseMode, resolve
 from ostinato.prompt.schema import Schema, SchemaPrompt, Text
 from ostinato.prompt.span import Prompt, Span, plain
@@ -304,8 +305,20 @@ class Engine:
                 self.generate(resolve(laid_out, prompt).prompt, SamplingParams(max_tokens=1, temperature=0))
                 if progress is not None:
                     progress(done, len(prompts))
-        self.schemas.register(laid_out)
+        replaced = self.schemas.register(laid_out)
+        if replaced is not None:
+            self._retire(replaced)
         return laid_out
+
+    def unregister(self, name: str) -> None:
+        """Forget a schema; what is cached of it is evicted first. SchemaError if there is none of that name."""
+        self._retire(self.schemas.remove(name))
+
+    def _retire(self, laid_out: Layout) -> None:
+        """Evict the states of a schema first; those that the schema's new version uses too survive their next use."""
+        _, prompt = cacheable(laid_out)
+        keys = [key for chain in self._chains(prompt) for key in chain.chain(self.index.pool.block_size)]
+        self._put(partial(self.index.retire, keys))
 
     def encode(
         self, prompt: PromptLike, *, mode: ReuseMode = "modular", link_tokens: int = LINK_TOKENS

@@ -35,10 +35,12 @@ class Registry:
             schema = parse_schema(schema) if "<" in schema else load_schema(Path(schema))
         return layout(schema, self._tokenizer, max_positions=self._max_positions)
 
-    def register(self, laid_out: Layout) -> None:
-        """Keep a schema under its name; one of that name is replaced."""
+    def register(self, laid_out: Layout) -> Layout | None:
+        """Keep a schema under its name. Returns the one of that name that it replaces, if there was one."""
         with self._lock:
+            replaced = self._layouts.get(laid_out.schema.name)
             self._layouts[laid_out.schema.name] = laid_out
+            return replaced
 
     def get(self, name: str) -> Layout:
         """The layout of a schema; SchemaError if there is none of that name."""
@@ -47,11 +49,12 @@ class Registry:
                 raise SchemaError(f"There is no schema {name!r}. {known(name, self._layouts)}")
             return self._layouts[name]
 
-    def remove(self, name: str) -> None:
-        """Forget a schema; SchemaError if there is none of that name."""
-        self.get(name)
+    def remove(self, name: str) -> Layout:
+        """Forget a schema, which is returned; SchemaError if there is none of that name."""
+        found = self.get(name)
         with self._lock:
             self._layouts.pop(name, None)
+        return found
 
     def names(self) -> tuple[str, ...]:
         with self._lock:

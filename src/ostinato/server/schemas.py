@@ -104,7 +104,7 @@ class Schemas:
         """Forget a schema; 404 if there is none of that name."""
         async with self._changing:
             self.get(name)
-            self._engine.schemas.remove(name)
+            self._engine.unregister(name)
 
     def report(self, name: str) -> Json:
         """A schema with its tree, and what of it is cached now."""

@@ -23,7 +23,14 @@ class Policy(Protocol):
         ...
 
     def release(self, block: Block) -> None:
-        """The last user of `block` is gone. A request's blocks are released leaf first."""
+        """The last user of `block` is gone. A request's blocks are released leaf first.
+
+        A block that is `retired` goes before all that are not.
+        """
+        ...
+
+    def retire(self, block: Block) -> None:
+        """`block`, released before, is `retired` now."""
         ...
 
     def remove(self, block: Block) -> None:

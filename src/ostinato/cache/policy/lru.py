@@ -21,6 +21,11 @@ class LRU:
 
     def release(self, block: Block) -> None:
         self._order[block] = None
+        if block.retired:
+            self.retire(block)
+
+    def retire(self, block: Block) -> None:
+        self._order.move_to_end(block, last=False)
 
     def remove(self, block: Block) -> None:
         self._order.pop(block, None)
