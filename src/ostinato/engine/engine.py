@@ -8,6 +8,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -187,7 +188,7 @@ class Engine:
     ) -> Stream:
         """Answer `prompt` piece by piece. Closing the stream, or dropping it, cancels the request."""
         chunks: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
-        sequence = self._prepare(prompt, params, mode, link_tokens)
+        sequence = self._prepare(prompt, params, mode, link_tokens, time.perf_counter())
         self._enqueue(sequence, chunks.put)
         return Stream(chunks, partial(self._inbox.put, partial(self._cancel, sequence)))
 
@@ -221,7 +222,9 @@ class Engine:
 
         # Tokenising a long prompt takes milliseconds; the event loop serves others meanwhile. Nothing is
         # submitted by that thread: the task may be cancelled while it works.
-        sequence = await asyncio.to_thread(self._prepare, prompt, params, mode, link_tokens)
+        sequence = await asyncio.to_thread(
+            self._prepare, prompt, params, mode, link_tokens, time.perf_counter()
+        )
         self._enqueue(sequence, sink)
         ended = False
         try:
@@ -346,9 +349,14 @@ class Engine:
     # -- inside -----------------------------------------------------------------------------------------
 
     def _prepare(
-        self, prompt: PromptLike, params: SamplingParams | None, mode: ReuseMode, link_tokens: int
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None,
+        mode: ReuseMode,
+        link_tokens: int,
+        arrived: float,
     ) -> Sequence:
-        """Tokenise and check a request."""
+        """Tokenise and check a request that came in at `arrived`."""
         params = params or SamplingParams()
         encoded = self.encode(prompt, mode=mode, link_tokens=link_tokens)
         vocab = self.config.vocab_size
@@ -364,7 +372,7 @@ class Engine:
         room = min(self._context_room(chains), self._pool_room(chains))
         if room < 1:
             raise self._too_long(f"The prompt has {len(encoded.token_ids)} tokens")
-        return Sequence(next(self._ids), chains, params, min(params.max_tokens or room, room))
+        return Sequence(next(self._ids), chains, params, min(params.max_tokens or room, room), arrived)
 
     def _context_room(self, chains: list[SequenceChain]) -> int:
         """Positions left after the last chain."""

@@ -26,7 +26,6 @@ class Output:
         self._decoder = IncrementalDecoder(tokenizer)
         self._stop_token_ids = stop_token_ids
         self._stop = StopStrings(sequence.params)
-        self._submitted = time.perf_counter()
         self._started = self._first = 0.0
 
     def started(self) -> None:
@@ -61,9 +60,9 @@ class Output:
         now = time.perf_counter()
         usage = Usage(sequence.prompt_tokens, sequence.cached_tokens, sequence.generated)
         timing = Timing(
-            queued=(self._started or now) - self._submitted,
-            ttft=self._first - self._submitted if self._first else 0.0,
-            total=now - self._submitted,
+            queued=(self._started or now) - sequence.arrived,
+            ttft=self._first - sequence.arrived if self._first else 0.0,
+            total=now - sequence.arrived,
         )
         logprobs = () if sequence.params.logprobs is None else tuple(self._logprob(s) for s in sampled)
         self.sink(Chunk(text, tuple(s.token_id for s in sampled), usage, timing, reason, logprobs))

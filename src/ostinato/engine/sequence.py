@@ -112,6 +112,8 @@ class Sequence:
     chains: list[SequenceChain]
     params: SamplingParams
     max_tokens: int
+    arrived: float = 0.0
+    """When the request came in, before it was tokenised (time.perf_counter)."""
     prompt_tokens: int = 0
     """Tokens that the reply sees: what the last chain sees of the others, and its own."""
     admitted: bool = False

@@ -88,6 +88,25 @@ void write_unit(const Problem& p, const Unit& u, const float* out, int step = 0)
     }
 }
 
+// How many tiles make a unit. Each unit reads its keys and prepares its values anew, which wants large ones; but
+// where there are few, as with a question on a long prompt, they have to come out even among the threads.
+int unit_tiles(const Problem& p, const std::vector<int>& sequences, int64_t total) {
+    const int64_t usual = total / LANES / (p.threads * 6) + 1;
+    if (usual > UNIT_TILES) return UNIT_TILES;
+    int best = 4;
+    int64_t least = INT64_MAX;
+    for (int tiles = 4; tiles <= UNIT_TILES; tiles++) {
+        int64_t units = 0;
+        for (int s : sequences) {
+            const int rows = (p.batch->query_start[s + 1] - p.batch->query_start[s]) * p.group;
+            units += int64_t(rows + LANES * tiles - 1) / (LANES * tiles) * p.kv_heads;
+        }
+        const int64_t cost = (units + p.threads - 1) / p.threads * (tiles + 1);
+        if (cost < least) least = cost, best = tiles;
+    }
+    return best;
+}
+
 // Many queries: units of some tiles, handed out one by one, longest first.
 template <class T, class Math>
 void attend_many(const Problem& p, const std::vector<int>& sequences) {
@@ -95,8 +114,7 @@ void attend_many(const Problem& p, const std::vector<int>& sequences) {
     std::vector<Unit> units;
     int64_t total = 0;
     for (int s : sequences) total += int64_t(b.query_start[s + 1] - b.query_start[s]) * p.group * p.kv_heads;
-    int64_t tiles = total / LANES / (p.threads * 6) + 1;
-    const int step = LANES * int(tiles < 4 ? (tiles < 1 ? 1 : tiles) : tiles > UNIT_TILES ? UNIT_TILES : tiles);
+    const int step = LANES * unit_tiles(p, sequences, total);
     for (int s : sequences) {
         const int rows = (b.query_start[s + 1] - b.query_start[s]) * p.group;
         for (int first = (rows - 1) / step * step; first >= 0; first -= step)

@@ -17,6 +17,7 @@ INLINE void expand(const uint8_t* w, uint32_t* to) {
     const __m512i one = _mm512_set1_epi32(0x3f800000), mask = _mm512_set1_epi32(((1 << BITS) - 1) << (23 - BITS));
     const __m512 scale = (__m512)(load_half16(w + BITS * 64) * float(1 << BITS));
     const __m512 minimum = (__m512)(load_half16(w + BITS * 64 + 32) - (f32x16)scale);
+    for (int line = 0; line < group_bytes(BITS); line += 64) __builtin_prefetch(w + AHEAD + line, 0, 2);
     auto place = [&](__m512i v, int bit) {
         const int shift = 23 - BITS - bit;
         __m512i x = shift >= 0 ? _mm512_slli_epi32(v, shift) : _mm512_srli_epi32(v, -shift);
