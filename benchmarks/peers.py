@@ -349,7 +349,8 @@ def table(medians: dict[str, dict[str, float]], names: list[str]) -> str:
     for measure, values in medians.items():
         ours = values.get("ostinato")
         cells = [measure.replace("_", " ")]
-        cells += [f"{values[name]:.1f}" if name in values else "–" for name in names]
+        digits = 3 if measure.endswith("_s") else 1
+        cells += [f"{values[name]:.{digits}f}" if name in values else "–" for name in names]
         for name in others:
             ratio = None
             if ours and name in values:

@@ -6,13 +6,16 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from typer.testing import CliRunner
 
 from ostinato import Engine
+from ostinato.cli import app
 from ostinato.prompt.pml import parse_schema
 from ostinato.prompt.schema import Module, Parameter, Schema, Text, Union
 from server_fixtures import CHAT, COMPLETIONS, DEADLINE, MODEL, serving
@@ -516,3 +519,23 @@ def test_register_replace_and_use_at_once(url: str) -> None:
     new, done = asyncio.run(run())
     assert sorted(new) == [201] + [409] * 7
     assert set(done) == {200}
+
+
+def test_the_command_line_shows_what_a_server_has_cached(
+    url: str, http: httpx.Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pml = TRAVEL.replace("NAME", "shown")
+    file = tmp_path / "shown.pml"
+    file.write_text(pml)
+    show = ["schema", "show", str(file), "--model", MODEL, "--server", url]
+    refused_first = CliRunner().invoke(app, show)
+    assert refused_first.exit_code == 1
+    assert "cannot be read" in capsys.readouterr().err + refused_first.output
+    assert put(http, "shown", pml, params={"encode": "true"}).status_code == 201
+    shown = CliRunner().invoke(app, [*show, "--json"])
+    assert shown.exit_code == 0, shown.output
+    trip = next(child for child in json.loads(shown.stdout)["tree"]["children"] if child["name"] == "trip")
+    assert trip["cached_tokens"] > 0
+    assert " cached" in CliRunner().invoke(app, show).stdout
+    file.write_text(pml.replace("cats", "dogs"))
+    assert CliRunner().invoke(app, show).exit_code == 1  # another version

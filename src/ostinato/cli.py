@@ -249,12 +249,15 @@ def show(
     file: SchemaFile,
     model: Annotated[str, typer.Option(help="Whose tokenizer and sizes to use; its weights are not read.")],
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the KV.")] = "bfloat16",
+    server: Annotated[
+        str | None, typer.Option(help="Address of a server that has the schema: shows what is cached there.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show where everything in a schema stands: positions, tokens, and bytes of KV."""
+    """Show where everything in a schema stands: positions, tokens, bytes of KV, and what a server has cached."""
     from ostinato.models import catalogue
     from ostinato.prompt.layout import layout
-    from ostinato.prompt.report import overview, tree
+    from ostinato.prompt.report import overview, tree, version
 
     schema = load_schema(file)
     with progress_bar(f"Pulling {model}") as progress:
@@ -263,13 +266,40 @@ def show(
     laid_out = layout(schema, tokenizer, max_positions=config.context_length)
     elements = 2 * len(config.layers) * config.kv_heads * config.head_dim
     token_bytes = elements * (2 if dtype == "bfloat16" else 4)
+    found = None if server is None else _of_server(server, schema.name, version(schema))
     if as_json:
-        report = overview(laid_out) | {"kv_bytes_per_token": token_bytes, "tree": tree(laid_out.root)}
-        print(json.dumps(report))
+        shown = found["tree"] if found else tree(laid_out.root)
+        print(json.dumps(overview(laid_out) | {"kv_bytes_per_token": token_bytes, "tree": shown}))
         return
-    shown = Tree(_label(laid_out.root, tokenizer, token_bytes))
-    _grow(shown, laid_out.root, tokenizer, token_bytes)
-    Console().print(shown, highlight=False)
+    drawn = Tree(_label(laid_out.root, found and found["tree"], tokenizer, token_bytes))
+    _grow(drawn, laid_out.root, found and found["tree"], tokenizer, token_bytes)
+    Console().print(drawn, highlight=False)
+
+
+def _of_server(server: str, name: str, version: str) -> dict[str, Any]:
+    """What a server says of a schema, if it has this version of it."""
+    import os
+    from urllib.error import URLError
+    from urllib.parse import quote
+    from urllib.request import Request, urlopen
+
+    url = f"{server.rstrip('/').removesuffix('/v1')}/v1/schemas/{quote(name, safe='')}"
+    if not url.startswith(("http://", "https://")):
+        _fail(f"'{server}' is no address of a server.", "Write http://127.0.0.1:8000", status=2)
+    key = os.environ.get("OSTINATO_API_KEY")
+    try:
+        with urlopen(
+            Request(url, headers={"Authorization": f"Bearer {key}"} if key else {}), timeout=10
+        ) as reply:
+            found: dict[str, Any] = json.load(reply)
+    except (URLError, ValueError) as error:
+        _fail(
+            f"{url} cannot be read: {error}.",
+            "Is the schema registered there? POST /v1/schemas registers it.",
+        )
+    if found["version"] != version:
+        _fail(f"The server has another version of schema '{name}'.", f"PUT {url} replaces it.")
+    return found
 
 
 def _config_and_tokenizer(path: Path) -> tuple[ModelConfig, Tokenizer]:
@@ -285,13 +315,16 @@ def _config_and_tokenizer(path: Path) -> tuple[ModelConfig, Tokenizer]:
     return config_from_gguf(metadata), Tokenizer.from_gguf_metadata(metadata)
 
 
-def _grow(branch: Tree, node: Node, tokenizer: Tokenizer, token_bytes: int) -> None:
-    for child in node.children:
-        _grow(branch.add(_label(child, tokenizer, token_bytes)), child, tokenizer, token_bytes)
+def _grow(
+    branch: Tree, node: Node, found: dict[str, Any] | None, tokenizer: Tokenizer, token_bytes: int
+) -> None:
+    for number, child in enumerate(node.children):
+        same = found and found["children"][number]
+        _grow(branch.add(_label(child, same, tokenizer, token_bytes)), child, same, tokenizer, token_bytes)
 
 
-def _label(node: Node, tokenizer: Tokenizer, token_bytes: int) -> str:
-    """One line about a part of a schema."""
+def _label(node: Node, found: dict[str, Any] | None, tokenizer: Tokenizer, token_bytes: int) -> str:
+    """One line about a part of a schema; `found` is what a server says of it."""
     name = node.name
     if node.kind == "text":
         text = " ".join(tokenizer.decode([i for span in node.spans for i in span.token_ids]).split())
@@ -303,7 +336,8 @@ def _label(node: Node, tokenizer: Tokenizer, token_bytes: int) -> str:
     label = f"[bold]{node.kind}[/] {escape(name)}" if name else f"[bold]{node.kind}[/]"
     if node.kind != "role":
         kept = f", {_size(node.tokens * token_bytes)} of KV" if node.tokens else ""
-        label += f" [dim]at {node.start:,} to {node.end:,}: {node.tokens:,} tokens{kept}[/]"
+        cached = f", {found['cached_tokens']:,} cached" if found else ""
+        label += f" [dim]at {node.start:,} to {node.end:,}: {node.tokens:,} tokens{kept}{cached}[/]"
     return label + (f" [yellow]{escape('; '.join(flags))}[/]" if flags else "")
 
 
