@@ -23,7 +23,7 @@ thread_local bool use_openmp = false;
 namespace {
 
 // Of the order of 200 µs: more than the time between two kernels of a step, less than anyone would notice.
-constexpr int SPINS = 4000;
+constexpr int SPINS = 16000;
 
 // The state of a pool is one number, so that joining a job and its end cannot cross: which job it is, whether
 // it is open to workers, and how many of them are in it.
