@@ -38,6 +38,7 @@ from ostinato.models.linear import Backend
 from ostinato.models.tokenizer import Tokenizer
 from ostinato.models.weights import QuantTensor, content_hash, load_model_files
 from ostinato.native import kernels
+from ostinato.native.kernels import Kernels
 from ostinato.prompt.chat import encode_chat
 from ostinato.prompt.layout import Layout
 from ostinato.prompt.pml import is_prompt, parse_prompt
@@ -137,6 +138,10 @@ class Engine:
         )
         if compiled is not None:
             compiled.huge_pages(pool.kv)
+            # The system gives memory page by page as slots are first written, in the middle of a prefill, at
+            # milliseconds a request. What the first contexts need is asked for meanwhile.
+            first = min(pool.slots, 2 * config.context_length)
+            threading.Thread(target=_populate, args=(compiled, pool, first), daemon=True).start()
         self.index = Index(pool, LRU())
         self.scheduler = Scheduler(
             self.index,
@@ -475,6 +480,11 @@ class Engine:
         for sequence, output in list(self._outputs.items()):
             output.failed(error)
             self._finish(sequence)
+
+
+def _populate(compiled: Kernels, pool: Pool, slots: int) -> None:
+    for heads in pool.kv.flatten(0, 2):
+        compiled.populate(heads[:slots])
 
 
 def _close(engine: weakref.ref[Engine]) -> None:

@@ -43,6 +43,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "use_openmp": (None, [_i32] * 2),
     "packed_bytes": (_i64, [_i32] * 3),
     "pack": (None, [_pointer] * 3 + [_i32] * 3 + [_pointer, _i32]),
+    "populate": (None, [_pointer, _i64]),
     "huge_pages": (None, [_pointer, _i64]),
     "dequantise": (None, [_pointer, _pointer, _i64, _i32]),
     "linear": (None, [ctypes.c_char_p]),
@@ -144,6 +145,7 @@ class Kernels:
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._use_openmp = short["use_openmp"]
         self._packed_bytes = short["packed_bytes"]
+        self._populate = long["populate"]
         self._huge_pages = short["huge_pages"]
         self._pack, self._dequantise = long["pack"], long["dequantise"]
         self._linear, self._linear_long = short["linear"], long["linear"]
@@ -197,6 +199,10 @@ class Kernels:
     def huge_pages(self, fresh: Tensor) -> None:
         """Asks for huge pages under a contiguous tensor that was just allocated and not written yet."""
         self._huge_pages(fresh.data_ptr(), fresh.nbytes)
+
+    def populate(self, tensor: Tensor) -> None:
+        """Gives a contiguous tensor its memory now, unchanged, rather than page by page as it is first written."""
+        self._populate(tensor.data_ptr(), tensor.nbytes)
 
     def dequantise(self, packed: PackedLinear) -> Tensor:
         """The weights as bfloat16 [N, K], for GEMMs over many rows."""
