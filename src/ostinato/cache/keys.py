@@ -53,11 +53,15 @@ def block_key(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> by
     return hashlib.sha256(header + parent + tokens + extra).digest()
 
 
-def chain_keys(root: bytes, token_ids: Sequence[int], block_size: int, extra: bytes = b"") -> list[bytes]:
-    """Keys of the full blocks of `token_ids`, each chained to the one before it."""
+def chain_keys(
+    parent: bytes, token_ids: Sequence[int], block_size: int, *, partial: bool = False
+) -> list[bytes]:
+    """Keys of the full blocks of `token_ids` that follow `parent`, each chained to the one before it.
+
+    With `partial` the last block has a key too where it is not full.
+    """
     keys: list[bytes] = []
-    parent = root
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = block_key(parent, token_ids[start : start + block_size], extra)
+    for start in range(0, len(token_ids) if partial else len(token_ids) - block_size + 1, block_size):
+        parent = block_key(parent, token_ids[start : start + block_size])
         keys.append(parent)
     return keys

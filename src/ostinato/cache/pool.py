@@ -50,10 +50,6 @@ class Pool:
     def slots(self) -> int:
         return self.blocks * self.block_size
 
-    @property
-    def bytes_per_token(self) -> int:
-        return self.kv.nbytes // self.slots
-
     def allocate(self, count: int, *, after: int | None = None) -> list[int]:
         """Take `count` free blocks, as few runs as can be; `after` is the block they should follow.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ostinato.cache.block import Block
-from ostinato.cache.keys import block_key, encode_fields, root_key
+from ostinato.cache.keys import chain_keys, encode_fields, root_key
 from ostinato.cache.pool import Run
 from ostinato.engine.request import SamplingParams
 from ostinato.prompt.span import Prompt, View
@@ -45,11 +45,8 @@ class SequenceChain:
     def chain(self, block_size: int) -> list[bytes]:
         """Keys of every block that can be shared: the full ones, and the last of a fixed chain."""
         parent = self.keys[-1] if self.keys else self.root
-        for at in range(len(self.keys) * block_size, len(self.token_ids), block_size):
-            if at + block_size > len(self.token_ids) and not self.fixed:
-                break
-            parent = block_key(parent, self.token_ids[at : at + block_size])
-            self.keys.append(parent)
+        rest = self.token_ids[len(self.keys) * block_size :]
+        self.keys += chain_keys(parent, rest, block_size, partial=self.fixed)
         return self.keys
 
     def parent_key(self, block: int) -> bytes:
@@ -58,17 +55,9 @@ class SequenceChain:
 
     def key_of(self, end: int, block_size: int) -> bytes:
         """Identity of the states of the first `end` tokens."""
-        whole = end // block_size
-        parent = self.root
         if end == len(self.token_ids) and self.fixed:
             return self.chain(block_size)[-1]
-        for at in range(0, whole * block_size, block_size):
-            parent = block_key(parent, self.token_ids[at : at + block_size])
-        return (
-            parent
-            if whole * block_size == end
-            else block_key(parent, self.token_ids[whole * block_size : end])
-        )
+        return [self.root, *chain_keys(self.root, self.token_ids[:end], block_size, partial=True)][-1]
 
     def runs(self, block_size: int) -> list[Run]:
         """The blocks of this chain as runs. Lengths count whole blocks, written or not."""

@@ -282,10 +282,6 @@ class Kernels:
         (self._gated if rows <= _LONG_ROWS else self._gated_long)(call)
         return out
 
-    def silu_mul(self, gate_up: Tensor, out: Tensor) -> Tensor:
-        """out = silu(gate) * up: `gated` with its usual activation."""
-        return self.gated(gate_up, out)
-
     def rope_store(
         self,
         qkv: Tensor,
