@@ -111,27 +111,27 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def blocks_are_counted(self) -> None:
         used = {b.number for s in self.scheduler.running for b in s.last.blocks}
-        cached = {b.number for b in self.index._by_key.values()}
-        idle = {b.number for b in self.index._by_key.values() if b.users == 0}
+        cached = {b.number for b in self.index.store.blocks.values()}
+        idle = {b.number for b in self.index.store.blocks.values() if b.users == 0}
         assert used & idle == set()
         assert len(used | cached) + self.pool.free_blocks == self.pool.blocks, "a block leaked"
         assert self.index.cached_blocks == len(idle)
-        for block in self.index._by_key.values():
+        for block in self.index.store.blocks.values():
             users = sum(block in s.last.blocks for s in self.scheduler.running)
             assert block.users == users
-            children = [b for b in self.index._by_key.values() if b.parent == block.key]
+            children = [b for b in self.index.store.blocks.values() if b.parent == block.key]
             assert block.children == len(children)
-            assert not (children and block.key not in self.index._by_key)
+            assert not (children and block.key not in self.index.store.blocks)
 
     @invariant()
     def nothing_is_stored_twice(self) -> None:
-        seen = [(b.parent, b.token_ids) for b in self.index._by_key.values()]
+        seen = [(b.parent, b.token_ids) for b in self.index.store.blocks.values()]
         assert len(seen) == len(set(seen))
 
     @invariant()
     def no_chain_is_orphaned(self) -> None:
-        keys = set(self.index._by_key) | {ROOT}
-        assert all(b.parent in keys for b in self.index._by_key.values())
+        keys = set(self.index.store.blocks) | {ROOT}
+        assert all(b.parent in keys for b in self.index.store.blocks.values())
 
     def teardown(self) -> None:
         for sequence in list(self.live):
@@ -185,7 +185,7 @@ def test_what_is_retired_goes_first() -> None:
     index = Index(make_pool(6), LRU())
     fill(index, [1] * 8)
     retired = fill(index, [2] * 16)
-    index.retire(key for block in retired if (key := block.key))
+    index.store.retire(key for block in retired if (key := block.key))
     numbers = [block.number for block in retired]
     assert [index.allocate(1)[0].number for _ in range(4)] == numbers[::-1]
     assert plan_of(index, [1] * 8).cached_tokens == 7

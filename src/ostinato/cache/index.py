@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ostinato.cache.block import Block
+from ostinato.cache.block import Block, recompute_cost
 from ostinato.cache.keys import block_key
 from ostinato.cache.policy.base import Policy
 from ostinato.cache.pool import Pool
+from ostinato.cache.store import Store
+from ostinato.cache.use import Use
 
 
 @dataclass(frozen=True)
@@ -25,32 +27,30 @@ class Match:
 
 
 class Index:
-    """Owns every block of `pool`: free, in use by requests, or cached."""
+    """Owns every block of `pool`: free, in use by requests, or cached in `store`."""
 
     def __init__(self, pool: Pool, policy: Policy) -> None:
         self.pool = pool
-        self.policy = policy
+        self.store = Store(policy)
         self.evicted_blocks = 0
-        self._by_key: dict[bytes, Block] = {}
         # Blocks by what they continue and their first token, for matches that end inside a block.
         self._siblings: dict[tuple[bytes, int], list[Block]] = {}
-        self._cached_only = 0
 
     @property
     def cached_blocks(self) -> int:
         """Blocks that hold KV which no request uses now."""
-        return self._cached_only
+        return self.store.idle
 
     @property
     def available_blocks(self) -> int:
         """Blocks that `allocate` can give: free ones, and cached ones that no request uses."""
-        return self.pool.free_blocks + self._cached_only
+        return self.pool.free_blocks + self.store.idle
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._by_key
+        return key in self.store.blocks
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self.store.blocks)
 
     def match(self, root: bytes, keys: Sequence[bytes], token_ids: Sequence[int], limit: int) -> Match:
         """Find the longest cached beginning of `token_ids`, at most `limit` tokens, to the exact token.
@@ -61,12 +61,12 @@ class Index:
         blocks: list[Block] = []
         parent, done = root, 0
         for key in keys:
-            block = self._by_key.get(key)
-            if block is None or done + len(block.token_ids) > limit:
+            block = self.store.blocks.get(key)
+            if block is None or done + block.size > limit:
                 break
             blocks.append(block)
             parent = key
-            done += len(block.token_ids)
+            done += block.size
         rest = tuple(token_ids[done : min(done + size, limit)])
         partial, best = None, 0
         for child in self._siblings.get((parent, rest[0]), ()) if rest else ():
@@ -75,13 +75,9 @@ class Index:
                 partial, best = child, common
         return Match(tuple(blocks), partial, best, done + best)
 
-    def acquire(self, block: Block) -> None:
+    def acquire(self, block: Block, use: Use) -> None:
         """Use a cached block: it stays until it is released as often as acquired."""
-        if block.users == 0:
-            self._cached_only -= 1
-        block.users += 1
-        block.retired = False  # somebody asks for it after all
-        self.policy.hit(block)
+        self.store.acquire(block, use)
 
     def allocate(self, count: int, *, after: int | None = None) -> list[Block]:
         """Take `count` blocks for writing, evicting cached ones as needed; one user each.
@@ -89,38 +85,37 @@ class Index:
         Raises ValueError if `available_blocks` is smaller than `count`.
         """
         while self.pool.free_blocks < count:
-            victim = self.policy.victim()
+            victim = self.store.victim()
             if victim is None:
                 raise ValueError(f"{count} blocks asked for, {self.available_blocks} available")
             self.evicted_blocks += 1
-            self._drop(victim)
+            self._drop(victim, evicted=True)
         return [Block(number) for number in self.pool.allocate(count, after=after)]
 
-    def publish(self, block: Block, parent: bytes, token_ids: Sequence[int]) -> Block:
+    def publish(self, block: Block, parent: bytes, token_ids: Sequence[int], use: Use) -> Block:
         """Make a written block findable. Returns the block to use from now on.
 
         If the same KV is cached already, that block is returned, acquired, and `block` is freed.
         """
         key = block_key(parent, token_ids)
-        known = self._by_key.get(key)
+        known = self.store.blocks.get(key)
         if known is not None:
-            self.acquire(known)
+            self.acquire(known, use)
             self._discard(block)
             return known
         block.key, block.parent, block.token_ids = key, parent, tuple(token_ids)
+        block.size = len(block.token_ids)
+        block.cost = recompute_cost(block.size, block.offset)
         # A tail that this block continues says nothing the block does not say.
         for sibling in list(self._siblings.get((parent, block.token_ids[0]), ())):
             idle = sibling.users == 0 and sibling.children == 0
-            if idle and block.token_ids[: len(sibling.token_ids)] == sibling.token_ids:
-                self._drop(sibling)
-        self._by_key[key] = block
+            if idle and block.token_ids[: sibling.size] == sibling.token_ids:
+                self._drop(sibling, evicted=False)
         self._siblings.setdefault((parent, block.token_ids[0]), []).append(block)
-        if parent in self._by_key:
-            self._by_key[parent].children += 1
-        self.policy.insert(block)
+        self.store.insert(block, use)
         return block
 
-    def publish_tail(self, block: Block, parent: bytes, token_ids: Sequence[int]) -> Block | None:
+    def publish_tail(self, block: Block, parent: bytes, token_ids: Sequence[int], use: Use) -> Block | None:
         """Publish a partly filled last block, unless another block holds those tokens too.
 
         Returns the block to release, or None if `block` was freed.
@@ -130,33 +125,21 @@ class Index:
             if sibling.token_ids[: len(wanted)] == wanted:
                 self._discard(block)
                 return None
-        return self.publish(block, parent, wanted)
+        return self.publish(block, parent, wanted, use)
 
-    def release(self, blocks: Sequence[Block]) -> None:
+    def release(self, blocks: Sequence[Block], use: Use) -> None:
         """Stop using the blocks of one chain, given in order from its root."""
         for block in reversed(blocks):
             if block.key is None:
                 self._discard(block)
-                continue
-            block.users -= 1
-            if block.users == 0:
-                self._cached_only += 1
-                self.policy.release(block)
-
-    def retire(self, keys: Iterable[bytes]) -> None:
-        """Evict the blocks of these keys first: what they belong to is gone. Given in order from the root."""
-        for key in keys:
-            block = self._by_key.get(key)
-            if block is not None and not block.retired:
-                block.retired = True
-                if block.users == 0:
-                    self.policy.retire(block)
+            else:
+                self.store.release(block, use)
 
     def clear(self) -> int:
         """Forget every cached block that no request uses. Returns how many."""
         count = 0
-        while (victim := self.policy.victim()) is not None:
-            self._drop(victim)
+        while (victim := self.store.victim()) is not None:
+            self._drop(victim, evicted=False)
             count += 1
         return count
 
@@ -165,19 +148,13 @@ class Index:
         block.users = 0
         self.pool.free([block.number])
 
-    def _drop(self, block: Block) -> None:
+    def _drop(self, block: Block, *, evicted: bool) -> None:
         """Unregister a cached block, then free it: no key may outlive its KV."""
-        assert block.key is not None
-        assert block.users == 0
-        del self._by_key[block.key]
+        self.store.remove(block, evicted=evicted)
         siblings = self._siblings[block.parent, block.token_ids[0]]
         siblings.remove(block)
         if not siblings:
             del self._siblings[block.parent, block.token_ids[0]]
-        if block.parent in self._by_key:
-            self._by_key[block.parent].children -= 1
-        self.policy.remove(block)
-        self._cached_only -= 1
         block.key = None
         self.pool.free([block.number])
 

@@ -326,7 +326,7 @@ class Engine:
         """Evict the states of a schema first; those that the schema's new version uses too survive their next use."""
         _, prompt = cacheable(laid_out)
         keys = [key for chain in self._chains(prompt) for key in chain.chain(self.index.pool.block_size)]
-        self._put(partial(self.index.retire, keys))
+        self._put(partial(self.index.store.retire, keys))
 
     def encode(
         self, prompt: PromptLike, *, mode: ReuseMode = "modular", link_tokens: int = LINK_TOKENS
@@ -424,7 +424,7 @@ class Engine:
             sequence = Sequence(-1, chains, SamplingParams(), 1)
             sequence.last.blocks = self.index.allocate(-(-tokens // self.index.pool.block_size))
             self._runner.run([Work(sequence, tokens)])
-            self.index.release(sequence.last.blocks)
+            self.index.release(sequence.last.blocks, sequence.use)
 
     def _loop(self) -> None:
         while not self._closed:

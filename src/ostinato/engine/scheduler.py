@@ -53,6 +53,13 @@ class Scheduler:
         return self.index.pool.block_size
 
     def add(self, sequence: Sequence) -> None:
+        sequence.use = self.index.store.begin(
+            sequence.arrived,
+            sequence.last.chain(self.block_size),
+            session=sequence.session,
+            agentic=sequence.has_kind("tools", "tool"),
+            templated=len(sequence.chains) > 1 or sequence.begins_with != "user",
+        )
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Work]:
@@ -155,9 +162,12 @@ class Scheduler:
     def _start(self, sequence: Sequence, chains: list[SequenceChain], plans: list[Plan]) -> None:
         for plan in plans:  # all of them before the first allocation, which may evict
             for block in plan.touched:
-                self.index.acquire(block)
+                self.index.acquire(block, sequence.use)
         for chain, plan in zip(chains, plans, strict=True):
-            self._start_chain(chain, plan)
+            if not sequence.admitted:
+                for key in chain.keys[len(plan.reused) :]:
+                    self.index.store.policy.miss(key, sequence.use)
+            self._start_chain(sequence, chain, plan)
             if not sequence.admitted:
                 # Of a moved chain, what need not be computed at its home counts too.
                 at_home = 0 if chain.source is None else chain.source.cached
@@ -171,13 +181,13 @@ class Scheduler:
                 self._computing.setdefault(key, sequence)
         self._move_chains(sequence)
 
-    def _start_chain(self, chain: SequenceChain, plan: Plan) -> None:
+    def _start_chain(self, sequence: Sequence, chain: SequenceChain, plan: Plan) -> None:
         after = plan.reused[-1].number if plan.reused else None
         new = self.index.allocate(plan.new_blocks, after=after)
         if plan.copied is not None:
             size = self.block_size
             self.index.pool.copy_slots(plan.copied.number * size, new[0].number * size, plan.copied_tokens)
-            self.index.release([plan.copied])
+            self.index.release([plan.copied], sequence.use)
         chain.blocks = [*plan.reused, *new]
         chain.forget_runs()
         chain.published = len(plan.reused)
@@ -211,7 +221,8 @@ class Scheduler:
         chain.chain(size)
         for i in range(chain.published, done):
             tokens = chain.token_ids[i * size : (i + 1) * size]
-            block = self.index.publish(chain.blocks[i], chain.parent_key(i), tokens)
+            chain.describe(i, size)
+            block = self.index.publish(chain.blocks[i], chain.parent_key(i), tokens, sequence.use)
             if block is not chain.blocks[i]:
                 chain.blocks[i] = block
                 chain.forget_runs()
@@ -228,10 +239,12 @@ class Scheduler:
         rest = chain.blocks[chain.published :]
         tail = chain.token_ids[chain.published * size : chain.computed]
         if tail:
-            kept = self.index.publish_tail(rest.pop(0), chain.parent_key(chain.published), tail)
+            chain.describe(chain.published, size)
+            parent = chain.parent_key(chain.published)
+            kept = self.index.publish_tail(rest.pop(0), parent, tail, sequence.use)
             if kept is not None:
                 blocks.append(kept)
-        self.index.release([*blocks, *rest])
+        self.index.release([*blocks, *rest], sequence.use)
         for key in chain.keys[chain.published :]:
             self._stop_computing(sequence, key)
         chain.blocks = []

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ostinato.cache.block import Block
+from ostinato.cache.block import Block, TokenType
 from ostinato.cache.keys import chain_keys, encode_fields, root_key
 from ostinato.cache.pool import Run
+from ostinato.cache.use import NOBODY, Use
 from ostinato.engine.request import SamplingParams
-from ostinato.prompt.span import Prompt, View
+from ostinato.prompt.span import Chain, Prompt, View
 
 
 @dataclass(eq=False)
@@ -35,6 +36,8 @@ class SequenceChain:
     published: int = 0
     """How many of `blocks` can be looked up by others."""
     keys: list[bytes] = field(default_factory=list[bytes])
+    kinds: tuple[tuple[int, TokenType], ...] = ()
+    """Where each span ends, in tokens, and what it is; what comes behind them was generated."""
     _runs: list[Run] = field(default_factory=list[Run])
     _runs_blocks: int = 0
 
@@ -80,6 +83,21 @@ class SequenceChain:
             if length > 0:
                 yield run if length == run.length else Run(run.slot + skipped, length, run.position + skipped)
 
+    def describe(self, block: int, block_size: int) -> None:
+        """Note in block number `block` where it stands and what most of its tokens are."""
+        first = block * block_size
+        end = min(first + block_size, len(self.token_ids))
+        kind, most, at = "decode", 0, first
+        for span_end, span_kind in self.kinds:
+            count = min(span_end, end) - at
+            if count > most:
+                kind, most = span_kind, count
+            at = max(at, min(span_end, end))
+        if end - at > most:
+            kind = "decode"
+        described = self.blocks[block]
+        described.kind, described.offset, described.depth = kind, self.start + first, block
+
     def forget_runs(self) -> None:
         """Call after replacing or dropping blocks."""
         self._runs, self._runs_blocks = [], 0
@@ -106,6 +124,10 @@ class Sequence:
     prompt_tokens: int = 0
     """Tokens that the reply sees: what the last chain sees of the others, and its own."""
     admitted: bool = False
+    session: str = ""
+    """The client's name for the conversation or agent run that this belongs to; empty if it gave none."""
+    use: Use = NOBODY
+    """Set when the sequence is handed to the scheduler."""
     _last_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -141,6 +163,14 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.last.token_ids) - self._last_prompt_tokens
+
+    @property
+    def begins_with(self) -> TokenType:
+        """What the prompt's first tokens are."""
+        return self.chains[0].kinds[0][1] if self.chains[0].kinds else "text"
+
+    def has_kind(self, *kinds: TokenType) -> bool:
+        return any(kind in kinds for chain in self.chains for _, kind in chain.kinds)
 
     def take(self, tokens: int) -> Iterator[tuple[SequenceChain, int]]:
         """The next tokens to compute, at most `tokens`, chain by chain: what is seen comes before who sees it."""
@@ -198,10 +228,23 @@ def sequence_chains(prompt: Prompt, fingerprint: bytes, block_size: int) -> list
         at_home = SequenceChain(
             list(chain.token_ids), home, root(kind, home, [(chains[v.chain], v) for v in sees]), sees, fixed
         )
+        at_home.kinds = _kinds(chain)
         place.setdefault(number, len(chains))
         chains.append(at_home)
         if home != chain.start:
             del place[number]
             turned = root("moved", chain.start, [(at_home, View(0))])
-            moved.append((number, SequenceChain(at_home.token_ids, chain.start, turned, (), fixed, at_home)))
+            moving = SequenceChain(at_home.token_ids, chain.start, turned, (), fixed, at_home)
+            moving.kinds = at_home.kinds
+            moved.append((number, moving))
     return chains
+
+
+def _kinds(chain: Chain) -> tuple[tuple[int, TokenType], ...]:
+    """Where the spans of a chain end, and what they are: what a module holds is a document unless it says more."""
+    kinds: list[tuple[int, TokenType]] = []
+    end = 0
+    for span in chain.spans:
+        end += len(span.token_ids)
+        kinds.append((end, "document" if chain.name and span.kind == "text" else span.kind))
+    return tuple(kinds)

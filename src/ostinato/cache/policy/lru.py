@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from ostinato.cache.block import Block
+from ostinato.cache.policy.base import Policy
+from ostinato.cache.policy.queue import Queue
+from ostinato.cache.use import Use
 
 
-class LRU:
-    """Least recently used, leaf first."""
+class LRU(Policy):
+    """Least recently used."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[Block, None] = OrderedDict()
+        self._queue = Queue()
 
-    def insert(self, block: Block) -> None:
-        pass  # in use: it enters the order when it is released
-
-    def hit(self, block: Block) -> None:
-        self._order.pop(block, None)
+    def hit(self, block: Block, use: Use) -> None:
+        self._queue.remove(block)
 
     def release(self, block: Block) -> None:
-        self._order[block] = None
-        if block.retired:
-            self.retire(block)
+        self._queue.append(block)
 
-    def retire(self, block: Block) -> None:
-        self._order.move_to_end(block, last=False)
+    def leaf(self, block: Block) -> None:
+        self._queue.ready(block)
 
-    def remove(self, block: Block) -> None:
-        self._order.pop(block, None)
+    def remove(self, block: Block, *, evicted: bool) -> None:
+        self._queue.remove(block)
 
     def victim(self) -> Block | None:
-        # A child is released before its parent, so the oldest block is nearly always a leaf.
-        return next((block for block in self._order if block.children == 0), None)
+        return self._queue.first()
