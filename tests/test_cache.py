@@ -5,18 +5,29 @@ Each slot of the pool is marked with the token chain whose KV it holds, so that 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from ostinato.cache.block import Block
 from ostinato.cache.index import Index
 from ostinato.cache.keys import chain_keys
 from ostinato.cache.plan import Plan, make_plan
+from ostinato.cache.policy import POLICIES
+from ostinato.cache.policy.base import Policy
 from ostinato.cache.policy.lru import LRU
 from ostinato.cache.pool import Pool
+from ostinato.cache.use import Use
 from ostinato.engine.request import SamplingParams
 from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.sequence import Sequence, sequence_chains
@@ -55,21 +66,89 @@ def mark(tokens: list[int]) -> float:
     return value
 
 
+class Watched(Policy):
+    """Tells a policy what it is told, and sees that it is told the truth."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.blocks: dict[bytes | None, Block] = {}
+        self.uses: list[Use] = []
+        self.missed: set[tuple[bytes, Use]] = set()
+
+    def arrive(self, use: Use) -> None:
+        assert not self.uses or use.time >= self.uses[-1].time
+        assert use not in self.uses
+        self.uses.append(use)
+        self.policy.arrive(use)
+
+    def miss(self, key: bytes, use: Use) -> None:
+        assert use in self.uses
+        assert key not in self.blocks
+        assert (key, use) not in self.missed, "a request misses a block once"
+        self.missed.add((key, use))
+        self.policy.miss(key, use)
+
+    def insert(self, block: Block) -> None:
+        assert block.key not in self.blocks
+        assert block.use in self.uses
+        assert block.users == 1
+        assert 0 < block.size <= SIZE
+        assert block.offset == block.depth * SIZE
+        self.blocks[block.key] = block
+        self.policy.insert(block)
+
+    def hit(self, block: Block, use: Use) -> None:
+        assert self.blocks[block.key] is block
+        assert use in self.uses
+        self.policy.hit(block, use)
+
+    def release(self, block: Block) -> None:
+        assert self.blocks[block.key] is block
+        assert not block.users
+        self.policy.release(block)
+
+    def leaf(self, block: Block) -> None:
+        assert self.blocks[block.key] is block
+        assert not block.children
+        self.policy.leaf(block)
+
+    def remove(self, block: Block, *, evicted: bool) -> None:
+        assert self.blocks.pop(block.key) is block
+        assert not block.users
+        assert not block.children
+        self.policy.remove(block, evicted=evicted)
+
+    def victim(self) -> Block | None:
+        victim = self.policy.victim()
+        can_go = [block for block in self.blocks.values() if not block.users and not block.children]
+        assert (victim in can_go) if victim is not None else not can_go
+        return victim
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Random requests over a few tokens, so that prefixes meet; steps, cancellations and ends at random."""
+
+    policy: ClassVar[str] = "lru"
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = make_pool(12)
-        self.index = Index(self.pool, LRU())
+        self.watched = Watched(POLICIES[self.policy](12))
+        self.index = Index(self.pool, self.watched)
         self.scheduler = Scheduler(self.index, max_batch_tokens=6, max_sequences=4, move=no_move)
         self.next_id = 0
         self.live: list[Sequence] = []
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30), room=st.integers(1, 12))
-    def add(self, tokens: list[int], room: int) -> None:
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30),
+        room=st.integers(1, 12),
+        session=st.sampled_from(["", "", "a", "b"]),
+    )
+    def add(self, tokens: list[int], room: int, session: str) -> None:
         room = min(room, self.pool.slots - len(tokens))
         sequence = make_sequence(self.next_id, tokens, room)
+        sequence.session = session
+        sequence.arrived = float(self.next_id)
         self.next_id += 1
         self.live.append(sequence)
         self.scheduler.add(sequence)
@@ -93,15 +172,21 @@ class CacheMachine(RuleBasedStateMachine):
         for s in sampling:
             s.last.token_ids.append(token)
             if s.generated >= s.max_tokens:
-                self.scheduler.finish(s)
-                self.live.remove(s)
+                self.finish(s)
+
+    def finish(self, sequence: Sequence) -> None:
+        blocks = list(sequence.last.blocks)
+        self.scheduler.finish(sequence)
+        self.live.remove(sequence)
+        assert not sequence.last.blocks
+        for block in blocks:
+            if block.key is not None:
+                assert block.use is sequence.use or block.use.time > sequence.use.time
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(self.live))
-        self.scheduler.finish(sequence)
-        self.live.remove(sequence)
+        self.finish(data.draw(st.sampled_from(self.live)))
 
     @rule()
     def clear(self) -> None:
@@ -124,6 +209,17 @@ class CacheMachine(RuleBasedStateMachine):
             assert not (children and block.key not in self.index.store.blocks)
 
     @invariant()
+    def the_policy_knows_what_is_cached(self) -> None:
+        assert self.watched.blocks == self.index.store.blocks
+        for sequence in self.live:
+            missed = {key for key, use in self.watched.missed if use is sequence.use}
+            assert missed.issubset(sequence.last.keys)
+            # Whole blocks only: what is found in part is missed, but for a block that ends with the prompt.
+            full = (len(sequence.last.token_ids) - sequence.generated) // SIZE
+            found = sequence.last.cached // SIZE
+            assert not sequence.admitted or 0 <= full - found - len(missed) <= 1
+
+    @invariant()
     def nothing_is_stored_twice(self) -> None:
         seen = [(b.parent, b.token_ids) for b in self.index.store.blocks.values()]
         assert len(seen) == len(set(seen))
@@ -135,13 +231,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for sequence in list(self.live):
-            self.scheduler.finish(sequence)
+            self.finish(sequence)
         self.index.clear()
+        assert not self.watched.blocks
         assert self.pool.free_blocks == self.pool.blocks
 
 
-TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_requests(policy: str) -> None:
+    machine = type(f"CacheMachine_{policy}", (CacheMachine,), {"policy": policy})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(max_examples=50, stateful_step_count=50, deadline=None),
+    )
 
 
 def fill(index: Index, tokens: list[int]) -> list[Block]:

@@ -17,6 +17,7 @@ import openai
 import pytest
 
 import ostinato
+from ostinato.lab.traces import read_recording
 from server_fixtures import DEADLINE, MODEL
 
 
@@ -68,6 +69,8 @@ def test_models() -> None:
         (["serve", MODEL, "--port", "99999"], 2, "port"),
         (["serve", MODEL, "--host", "999.1.1.1"], 1, "999.1.1.1"),
         (["serve", MODEL, "--schema", "no-such.pml"], 2, "no-such.pml"),
+        (["serve", MODEL, "--policy", "random"], 2, "lru"),
+        (["serve", MODEL, "--record", "no-such-folder/trace"], 1, "no-such-folder/trace"),
         (["schema", "check", "no-such.pml"], 2, "no-such.pml"),
         (["schema", "show", "no-such.pml", "--model", MODEL], 2, "no-such.pml"),
         (["dance"], 2, "dance"),
@@ -158,6 +161,31 @@ def test_serve_with_a_schema(schema: Path) -> None:
             assert 0 < tree["cached_tokens"] < tree["tokens"]  # but for the module that is not to be kept
         finally:
             process.kill()
+
+
+def test_serve_with_a_policy_and_a_recording(tmp_path: Path) -> None:
+    file = tmp_path / "recording.jsonl"
+    options = ("--port", "0", "--kv-tokens", "2048", "--policy", "tlru", "--record", str(file))
+    with subprocess.Popen(command("serve", MODEL, *options), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        try:
+            url = url_of(process)
+            client: Any = openai.OpenAI(base_url=url, api_key="-", max_retries=5, timeout=DEADLINE)
+            for _ in range(2):
+                client.completions.create(
+                    model=MODEL, prompt="Nobody knows " * 20, max_tokens=2, extra_body={"user": "Ann"}
+                )
+            metrics = httpx.get(f"{url.removesuffix('/v1')}/metrics").text
+            process.send_signal(signal.SIGINT)
+            output = process.stderr.read()
+            assert process.wait(DEADLINE) == 0, output
+        finally:
+            process.kill()
+    assert 'policy="tlru"' in metrics
+    first, second = read_recording(file).requests
+    assert first.keys == second.keys
+    assert [first.session, second.session] == ["1", "1"]
+    assert not any("Ann" in text or "Nobody" in text for text in (file.read_text(), output, metrics))
 
 
 def url_of(process: subprocess.Popen[str]) -> str:

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from families import build
 from ostinato import Engine, SamplingParams
 from ostinato.engine.stream import Stream
 from ostinato.errors import (
@@ -271,13 +270,6 @@ def test_a_program_may_end_without_closing() -> None:
 
 
 # -- random interleavings ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    build("llama", folder)
-    return folder
 
 
 def interleavings(folder: Path) -> type[RuleBasedStateMachine]:

@@ -450,6 +450,18 @@ def test_metrics(url: str, client: openai.OpenAI, exact_engine: Engine) -> None:
 
     assert grown("ostinato_prompt_tokens_total") == usage.prompt_tokens
     assert grown("ostinato_cached_tokens_total") == usage.prompt_tokens_details.cached_tokens
+    for what in ("prompt", "cached"):
+        kinds = {kind: grown(f"ostinato_{what}_tokens_by_kind_total", kind) for kind in ("user", "template")}
+        assert sum(kinds.values()) == grown(f"ostinato_{what}_tokens_total")
+        assert kinds["user"] > 0
+    assert after["ostinato_sessions_total",] > 0
+    assert after["ostinato_records_lost_total",] == 0
+    [config] = [key for key in after if key[0] == "ostinato_cache_config_info"]
+    assert set(config[1:]) == {
+        exact_engine.policy,
+        str(exact_engine.index.pool.block_size),
+        str(exact_engine.index.pool.blocks),
+    }
     assert grown("ostinato_completion_tokens_total") == usage.completion_tokens == 5
     assert grown("ostinato_requests_total", CHAT, "200") == 1
     assert grown("ostinato_time_to_first_token_seconds_count") == 1

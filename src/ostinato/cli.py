@@ -22,7 +22,9 @@ from rich.table import Column, Table
 from rich.tree import Tree
 
 from ostinato import __version__
+from ostinato.cache.policy import DEFAULT_POLICY, POLICIES
 from ostinato.errors import InvalidRequestError, ModelNotFoundError, OstinatoError
+from ostinato.lab.cli import EXAMPLES, replay, train_predictor
 from ostinato.prompt.pml import load_schema
 from ostinato.terminal import err, open_engine, progress_bar
 
@@ -108,6 +110,26 @@ def serve(
         typer.Option(show_default=False, help="A PML file whose schema to register (repeat for more)."),
     ] = None,
     encode: Annotated[bool, typer.Option("--encode", help="Compute the schemas' modules at once.")] = False,
+    policy: Annotated[
+        str, typer.Option(help=f"Which cached blocks go first: {', '.join(POLICIES)}.")
+    ] = DEFAULT_POLICY,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            show_default=False,
+            help="Write what requests ask of the cache there, without their text; overwrites.",
+        ),
+    ] = None,
+    predictor: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            show_default=False,
+            help="Foretell whether sessions come back: a file of `ostinato lab train-predictor`, or a new one. "
+            "It goes on learning and is saved at the end.",
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -120,12 +142,19 @@ def serve(
     """Serve a model over HTTP, as the OpenAI API does."""
     # Ctrl-C and SIGTERM end the same way: uvicorn finishes what is in flight, and the engine is closed.
     signal.signal(signal.SIGTERM, _interrupt)
+    if policy not in POLICIES:
+        _fail(f"There is no policy '{policy}'.", f"Choose one of {', '.join(POLICIES)}.", status=2)
     schemas = [load_schema(path) for path in schema or ()]  # so that an error in them is known as soon
     listener = _bind(host, port)  # before the model loads: a port in use is known in no time
     if host not in ("127.0.0.1", "::1", "localhost") and not api_key:
         err.print("[yellow]warning:[/] no --api-key: whoever reaches this address can use the server.")
+    if record is not None:
+        try:
+            record.touch()
+        except OSError as error:
+            _fail(f"Cannot write to {record}: {error.strerror}.", "Choose another file with --record.")
     try:
-        with open_engine(model, kv_tokens, dtype) as engine:
+        with open_engine(model, kv_tokens, dtype, policy, record, predictor) as engine:
             import uvicorn
 
             from ostinato.server.app import create_app
@@ -438,6 +467,14 @@ def _print_quality(report: Report) -> None:
                 "" if row.score is None else f"{row.score:.3f}",
             )
         Console().print(table)
+
+
+app.command(epilog=EXAMPLES)(replay)
+lab_app = typer.Typer(no_args_is_help=True, help="Train and measure what the server uses.")
+app.add_typer(lab_app, name="lab")
+lab_app.command(
+    epilog="Example: ostinato lab train-predictor smollm2-135m requests.jsonl --out sessions.predictor"
+)(train_predictor)
 
 
 if __name__ == "__main__":

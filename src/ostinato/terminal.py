@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
+
+from ostinato.cache.policy import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from ostinato.engine.engine import Engine
@@ -16,7 +19,14 @@ err = Console(stderr=True)
 
 
 @contextmanager
-def open_engine(model: str, kv_tokens: int | None = None, dtype: str = "auto") -> Generator[Engine]:
+def open_engine(
+    model: str,
+    kv_tokens: int | None = None,
+    dtype: str = "auto",
+    policy: str = DEFAULT_POLICY,
+    record: Path | None = None,
+    predictor: Path | None = None,
+) -> Generator[Engine]:
     """An engine for `model`, fetched if need be; bars on standard error show what is going on."""
     from ostinato.models import catalogue
 
@@ -28,7 +38,15 @@ def open_engine(model: str, kv_tokens: int | None = None, dtype: str = "auto") -
 
         kernels.load()
     with progress_bar(f"Loading {model}") as progress:
-        engine = Engine(model, kv_tokens=kv_tokens, dtype=dtype, progress=progress)
+        engine = Engine(
+            model,
+            kv_tokens=kv_tokens,
+            dtype=dtype,
+            policy=policy,
+            record=record,
+            predictor=predictor,
+            progress=progress,
+        )
     with engine:
         yield engine
 

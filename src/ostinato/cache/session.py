@@ -34,6 +34,7 @@ class Sessions:
         keys: Sequence[bytes],
         *,
         name: str = "",
+        tokens: int = 0,
         agentic: bool = False,
         templated: bool = False,
         scope: str = "public",
@@ -49,7 +50,7 @@ class Sessions:
         if not name and keys:
             # Known already: the same prompt again, or shared text. Shared stays shared.
             _remember(self._tips, keys[-1], "" if self._tips.get(keys[-1]) == "" else session)
-        return Use(self._now, session, turn, agentic, templated, scope=scope)
+        return Use(self._now, session, turn, tokens, agentic, templated, scope=scope)
 
     def _continued(self, keys: Sequence[bytes]) -> str:
         for key in reversed(keys):

@@ -30,6 +30,7 @@ class Store:
         keys: Sequence[bytes],
         *,
         session: str = "",
+        tokens: int = 0,
         agentic: bool = False,
         templated: bool = False,
         scope: str = "public",
@@ -39,7 +40,7 @@ class Store:
         `session` is the client's name for the session, empty if it gave none.
         """
         use = self._sessions.begin(
-            time, keys, name=session, agentic=agentic, templated=templated, scope=scope
+            time, keys, name=session, tokens=tokens, agentic=agentic, templated=templated, scope=scope
         )
         self.policy.arrive(use)
         return use
@@ -52,6 +53,7 @@ class Store:
         parent = self.blocks.get(block.parent)
         if parent is not None:
             parent.children += 1
+            block.behind = parent.depth + 1 if parent.uses > 1 else parent.behind
         self.policy.insert(block)
 
     def acquire(self, block: Block, use: Use) -> None:
@@ -59,6 +61,7 @@ class Store:
         if not block.users:
             self.idle -= 1
         block.users += 1
+        block.uses += 1
         if block.retired:  # somebody asks for it after all
             block.retired = False
             self._retired.remove(block)

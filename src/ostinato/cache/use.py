@@ -15,6 +15,8 @@ class Use:
     """The conversation or agent run that the request belongs to; empty where it is nobody's."""
     turn: int = 1
     """1 for the session's first request."""
+    tokens: int = 0
+    """Length of the prompt."""
     agentic: bool = False
     """The session calls tools: its turns follow each other at a machine's pace."""
     templated: bool = False

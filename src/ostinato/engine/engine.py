@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import hashlib
 import itertools
 import logging
 import queue
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import torch
 
+from ostinato.cache.block import TokenType
 from ostinato.cache.index import Index
 from ostinato.cache.keys import model_fingerprint
-from ostinato.cache.policy.lru import LRU
+from ostinato.cache.policy import DEFAULT_POLICY, POLICIES
 from ostinato.cache.pool import Pool
 from ostinato.engine.attention import move
 from ostinato.engine.device import choose_device, choose_dtype, choose_kv_tokens
 from ostinato.engine.output import Output, Sink
-from ostinato.engine.request import Chunk, Reply, SamplingParams
+from ostinato.engine.predictor import Predictor
+from ostinato.engine.recorder import Recorder
+from ostinato.engine.request import MAX_SESSION_NAME, Chunk, Reply, SamplingParams
 from ostinato.engine.runner import Runner
 from ostinato.engine.sampler import Sampler
 from ostinato.engine.scheduler import Scheduler, Work
@@ -59,6 +65,18 @@ LINK_TOKENS = 16
 Progress = Callable[[int, int], None]
 
 
+class Options(TypedDict, total=False):
+    """What a request may say beside its prompt and how to sample."""
+
+    mode: ReuseMode
+    """What is reused of modules ("modular")."""
+    link_tokens: int
+    """First tokens of each module that mode `linked` computes anew (16)."""
+    session: str
+    """The conversation or agent run that the request belongs to, which tells the cache what will be asked for again.
+    It never decides what may be reused."""
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Totals since the engine started, and what it holds now. Slots are counted in tokens."""
@@ -74,6 +92,13 @@ class EngineStats:
     preemptions: int
     evicted_blocks: int
     requests_finished: int
+    sessions: int
+    prompt_kinds: Counter[TokenType]
+    """`prompt_tokens` by what they are."""
+    cached_kinds: Counter[TokenType]
+    """`cached_tokens` by what they are."""
+    records_lost: int
+    """Requests that could not be written to the recording."""
 
 
 class Engine:
@@ -87,11 +112,16 @@ class Engine:
         kv_tokens: size of the KV pool in tokens; by default what fits in a quarter of the free memory.
         max_batch_tokens: tokens computed in one step; a long prefill is cut into chunks of at most this.
         max_sequences: requests computed at once; more wait in turn.
+        policy: which cached blocks go first when the pool is full, a name from `ostinato.cache.policy.POLICIES`.
+        record: a file to write every request to, as a trace without text (see `ostinato.lab.trace`).
+        predictor: a file of `ostinato lab train-predictor`, which foretells whether sessions come back. It goes on
+            learning and is saved when the engine closes; a file that does not exist yet is begun.
         progress: called with (bytes done, bytes in all) while the model is fetched, and while it loads.
 
     Raises:
         ModelNotFoundError: no such model.
         ModelFormatError: its files are corrupt, incomplete or of an unsupported kind.
+        InvalidRequestError: there is no such device, dtype or policy.
     """
 
     def __init__(
@@ -104,8 +134,14 @@ class Engine:
         block_size: int = 16,
         max_batch_tokens: int = 512,
         max_sequences: int = 64,
+        policy: str = DEFAULT_POLICY,
+        record: Path | None = None,
+        predictor: Path | None = None,
         progress: Progress | None = None,
     ) -> None:
+        if policy not in POLICIES:
+            raise InvalidRequestError(f"No policy {policy!r}: use {', '.join(POLICIES)}.", param="policy")
+        self.policy = policy
         path = catalogue.resolve(model, progress=progress)
         self.model_name = model if path.name != model and not Path(model).exists() else path.stem
         self._device = choose_device(device)
@@ -122,6 +158,9 @@ class Engine:
             content_hash(path), str(self._dtype), "packed" if quantised else "dense", repr(config), block_size
         )
         self.fingerprint = fingerprint.hex()
+        self.predictor = predictor and Predictor.open(
+            predictor, fingerprint=self.fingerprint, model=self.model_name, features=config.hidden_size
+        )
         self._chains = partial(sequence_chains, fingerprint=fingerprint, block_size=block_size)
         self.schemas = Registry(self.tokenizer, self.max_model_len)
         compiled = kernels.load() if self._device.type == "cpu" else None
@@ -142,7 +181,7 @@ class Engine:
             # milliseconds a request. What the first contexts need is asked for meanwhile.
             first = min(pool.slots, 2 * config.context_length)
             threading.Thread(target=_populate, args=(compiled, pool, first), daemon=True).start()
-        self.index = Index(pool, LRU())
+        self.index = Index(pool, POLICIES[policy](blocks))
         self.scheduler = Scheduler(
             self.index,
             max_batch_tokens=max_batch_tokens,
@@ -154,7 +193,9 @@ class Engine:
         self._stop_token_ids = frozenset(config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
         self._outputs: dict[Sequence, Output] = {}
         self._ids = itertools.count()
-        self._totals = {"prompt": 0, "cached": 0, "completion": 0, "finished": 0}
+        self._totals = {"completion": 0, "finished": 0, "sessions": 0}
+        self._prompt_kinds, self._cached_kinds = Counter[TokenType](), Counter[TokenType]()
+        self._recorder = None if record is None else Recorder(record, block_size)
         # Everything that touches the scheduler runs on the engine's thread, as a call from this queue.
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._submitting = threading.Lock()
@@ -168,12 +209,7 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------------------
 
     def generate(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams | None = None,
-        *,
-        mode: ReuseMode = "modular",
-        link_tokens: int = LINK_TOKENS,
+        self, prompt: PromptLike, params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> Reply:
         """Answer `prompt` and wait for the whole reply.
 
@@ -181,41 +217,25 @@ class Engine:
             InvalidRequestError: the prompt is empty, malformed or (PromptTooLongError) too long.
             EngineClosedError: the engine was closed meanwhile.
         """
-        return collect(list(self.stream(prompt, params, mode=mode, link_tokens=link_tokens)))
+        return collect(list(self.stream(prompt, params, **options)))
 
     def stream(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams | None = None,
-        *,
-        mode: ReuseMode = "modular",
-        link_tokens: int = LINK_TOKENS,
+        self, prompt: PromptLike, params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> Stream:
         """Answer `prompt` piece by piece. Closing the stream, or dropping it, cancels the request."""
         chunks: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
-        sequence = self._prepare(prompt, params, mode, link_tokens, time.perf_counter())
+        sequence = self._prepare(prompt, params, time.perf_counter(), **options)
         self._enqueue(sequence, chunks.put)
         return Stream(chunks, partial(self._inbox.put, partial(self._cancel, sequence)))
 
     async def agenerate(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams | None = None,
-        *,
-        mode: ReuseMode = "modular",
-        link_tokens: int = LINK_TOKENS,
+        self, prompt: PromptLike, params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> Reply:
         """`generate` for asyncio. Cancelling the task cancels the request."""
-        chunks = self.astream(prompt, params, mode=mode, link_tokens=link_tokens)
-        return collect([chunk async for chunk in chunks])
+        return collect([chunk async for chunk in self.astream(prompt, params, **options)])
 
     async def astream(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams | None = None,
-        *,
-        mode: ReuseMode = "modular",
-        link_tokens: int = LINK_TOKENS,
+        self, prompt: PromptLike, params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Chunk]:
         """`stream` for asyncio. Closing the iterator, or cancelling the task, cancels the request."""
         loop = asyncio.get_running_loop()
@@ -227,9 +247,7 @@ class Engine:
 
         # Tokenising a long prompt takes milliseconds; the event loop serves others meanwhile. Nothing is
         # submitted by that thread: the task may be cancelled while it works.
-        sequence = await asyncio.to_thread(
-            self._prepare, prompt, params, mode, link_tokens, time.perf_counter()
-        )
+        sequence = await asyncio.to_thread(self._prepare, prompt, params, time.perf_counter(), **options)
         self._enqueue(sequence, sink)
         ended = False
         try:
@@ -252,12 +270,16 @@ class Engine:
             slots_total=pool.slots,
             slots_used=(pool.blocks - pool.free_blocks - cached) * size,
             slots_cached=cached * size,
-            prompt_tokens=self._totals["prompt"],
-            cached_tokens=self._totals["cached"],
+            prompt_tokens=self._prompt_kinds.total(),
+            cached_tokens=self._cached_kinds.total(),
             completion_tokens=self._totals["completion"],
             preemptions=self.scheduler.preemptions,
             evicted_blocks=self.index.evicted_blocks,
             requests_finished=self._totals["finished"],
+            sessions=self._totals["sessions"],
+            prompt_kinds=self._prompt_kinds,
+            cached_kinds=self._cached_kinds,
+            records_lost=0 if self._recorder is None else self._recorder.lost,
         )
 
     @property
@@ -357,12 +379,19 @@ class Engine:
         self,
         prompt: PromptLike,
         params: SamplingParams | None,
-        mode: ReuseMode,
-        link_tokens: int,
         arrived: float,
+        *,
+        session: str = "",
+        mode: ReuseMode = "modular",
+        link_tokens: int = LINK_TOKENS,
     ) -> Sequence:
         """Tokenise and check a request that came in at `arrived`."""
         params = params or SamplingParams()
+        if len(session) > MAX_SESSION_NAME:
+            raise InvalidRequestError(
+                f"The session's name has {len(session)} characters; {MAX_SESSION_NAME} is the limit.",
+                param="session",
+            )
         encoded = self.encode(prompt, mode=mode, link_tokens=link_tokens)
         vocab = self.config.vocab_size
         if not encoded.chains[-1].token_ids:
@@ -377,7 +406,10 @@ class Engine:
         room = min(self._context_room(chains), self._pool_room(chains))
         if room < 1:
             raise self._too_long(f"The prompt has {len(encoded.token_ids)} tokens")
-        return Sequence(next(self._ids), chains, params, min(params.max_tokens or room, room), arrived)
+        sequence = Sequence(next(self._ids), chains, params, min(params.max_tokens or room, room), arrived)
+        # A name is the client's: its hash can neither be read in a log nor be that of a session without a name.
+        sequence.session = session and hashlib.sha256(session.encode(errors="surrogatepass")).hexdigest()
+        return sequence
 
     def _context_room(self, chains: list[SequenceChain]) -> int:
         """Positions left after the last chain."""
@@ -437,6 +469,10 @@ class Engine:
                 self._fail_all(error)
         self._read_inbox()
         self._fail_all(EngineClosedError("The engine was closed."))
+        if self._recorder is not None:
+            self._recorder.close()
+        if self.predictor is not None:
+            self.predictor.close()
 
     def _read_inbox(self) -> None:
         """Run what other threads asked for; with nothing else to do, wait for it."""
@@ -451,6 +487,10 @@ class Engine:
             self._outputs[item.sequence].started()
         logits = self._runner.run(work)
         sampling = [item.sequence for item in work if item.samples]
+        if self.predictor is not None:
+            for row, sequence in enumerate(sampling):
+                if not sequence.generated:
+                    sequence.use = self.predictor.prefilled(sequence.use, partial(self._runner.hidden, row))
         self.scheduler.computed(work)
         for sequence, sampled in zip(sampling, self._sampler.sample(logits, sampling), strict=True):
             sequence.last.token_ids.append(sampled.token_id)
@@ -460,6 +500,11 @@ class Engine:
     def _add(self, sequence: Sequence, output: Output) -> None:
         self._outputs[sequence] = output
         self.scheduler.add(sequence)
+        self._totals["sessions"] += sequence.use.turn == 1
+        if self._recorder is not None:
+            self._recorder.begin(sequence)
+        if self.predictor is not None:
+            self.predictor.arrive(sequence.use)
 
     def _cancel(self, sequence: Sequence) -> None:
         if sequence in self._outputs:
@@ -470,11 +515,16 @@ class Engine:
         self.scheduler.finish(sequence)
         self._sampler.forget(sequence)
         del self._outputs[sequence]
+        if self._recorder is not None:
+            self._recorder.end(sequence)
         if sequence.admitted:
-            self._totals["prompt"] += sequence.prompt_tokens
-            self._totals["cached"] += sequence.cached_tokens
+            # New ones, not changed ones: other threads read them.
+            self._prompt_kinds = self._prompt_kinds + sequence.prompt_kinds
+            self._cached_kinds = self._cached_kinds + sequence.cached_kinds
         self._totals["completion"] += sequence.generated
         self._totals["finished"] += 1
+        if self.predictor is not None:
+            self.predictor.learn()
 
     def _fail_all(self, error: Exception) -> None:
         for sequence, output in list(self._outputs.items()):

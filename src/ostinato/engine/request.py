@@ -10,6 +10,9 @@ from ostinato.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
+MAX_SESSION_NAME = 512
+"""Most characters of the name that a client gives a session."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:

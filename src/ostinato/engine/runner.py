@@ -20,6 +20,8 @@ class Runner:
     def __init__(self, decoder: Decoder, pool: Pool) -> None:
         self.decoder = decoder
         self.pool = pool
+        self._states = torch.empty(0)
+        """What the last step's sampling sequences left behind the last layer."""
 
     def run(self, work: Seq[Work]) -> Tensor:
         """Write the KV of all tokens of `work`; return logits [sampling sequences, vocab], in order."""
@@ -48,8 +50,17 @@ class Runner:
             slots=torch.tensor(slots, dtype=torch.int32, device=device),
             runs=tuple(runs),
         )
-        return self.decoder.forward(
+        self._states = self.decoder.states(
             torch.tensor(tokens, device=device),
             partial(attend, self.pool, batch, self.decoder.backend.kernels),
             torch.tensor(rows, dtype=torch.int64, device=device),
         )
+        return self.decoder.logits(self._states)
+
+    def hidden(self, row: int) -> Tensor:
+        """The final hidden state of the last step's sampling sequence number `row`, [hidden] float32 on the CPU.
+
+        The head norms its input on the way in, so nothing keeps the normed states: this one row is normed for whoever
+        asks, and all others cost nothing.
+        """
+        return self.decoder.final_norm(self._states[row : row + 1])[0].float().cpu().clone()

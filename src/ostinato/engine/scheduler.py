@@ -57,8 +57,9 @@ class Scheduler:
             sequence.arrived,
             sequence.last.chain(self.block_size),
             session=sequence.session,
+            tokens=sequence.prompt_tokens,
             agentic=sequence.has_kind("tools", "tool"),
-            templated=len(sequence.chains) > 1 or sequence.begins_with != "user",
+            templated=sequence.begins_shared(self.block_size),
         )
         self.waiting.append(sequence)
 
@@ -163,10 +164,9 @@ class Scheduler:
         for plan in plans:  # all of them before the first allocation, which may evict
             for block in plan.touched:
                 self.index.acquire(block, sequence.use)
+        if not sequence.admitted:
+            self._miss(sequence, chains, plans)
         for chain, plan in zip(chains, plans, strict=True):
-            if not sequence.admitted:
-                for key in chain.keys[len(plan.reused) :]:
-                    self.index.store.policy.miss(key, sequence.use)
             self._start_chain(sequence, chain, plan)
             if not sequence.admitted:
                 # Of a moved chain, what need not be computed at its home counts too.
@@ -180,6 +180,15 @@ class Scheduler:
             for key in chain.keys[chain.published :]:
                 self._computing.setdefault(key, sequence)
         self._move_chains(sequence)
+
+    def _miss(self, sequence: Sequence, chains: list[SequenceChain], plans: list[Plan]) -> None:
+        """Tell the policy what the request looked for in vain: once, however often it is preempted."""
+        keys = [
+            key for chain, plan in zip(chains, plans, strict=True) for key in chain.keys[len(plan.reused) :]
+        ]
+        # A block may be cached that is not reused: the prompt's very last token is always computed.
+        for key in dict.fromkeys(key for key in keys if key not in self.index):
+            self.index.store.policy.miss(key, sequence.use)
 
     def _start_chain(self, sequence: Sequence, chain: SequenceChain, plan: Plan) -> None:
         after = plan.reused[-1].number if plan.reused else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -11,6 +13,9 @@ from ostinato.cache.pool import Run
 from ostinato.cache.use import NOBODY, Use
 from ostinato.engine.request import SamplingParams
 from ostinato.prompt.span import Chain, Prompt, View
+
+SHARED: frozenset[TokenType] = frozenset(("system", "tools", "template", "document"))
+"""What is not of one conversation alone."""
 
 
 @dataclass(eq=False)
@@ -83,20 +88,35 @@ class SequenceChain:
             if length > 0:
                 yield run if length == run.length else Run(run.slot + skipped, length, run.position + skipped)
 
+    def count_kinds(self, start: int, end: int) -> Counter[TokenType]:
+        """How many of tokens number `start` to `end` (excluded) are of which kind."""
+        counts = Counter[TokenType]()
+        at = start
+        for span_end, kind in self.kinds[bisect_right(self.kinds, start, key=lambda span: span[0]) :]:
+            if at >= end:
+                break
+            counts[kind] += min(span_end, end) - at
+            at = span_end
+        if at < end:
+            counts["decode"] += end - at
+        return counts
+
+    def kind_of(self, block: int, block_size: int) -> TokenType:
+        """What most tokens of block number `block` are, the later kind if two are even.
+
+        A template's markers say nothing about who will ask for a block that holds anything else.
+        """
+        start = block * block_size
+        counts = self.count_kinds(start, min(start + block_size, len(self.token_ids)))
+        if len(counts) > 1:
+            del counts["template"]
+        return max(reversed(counts), key=counts.__getitem__)
+
     def describe(self, block: int, block_size: int) -> None:
-        """Note in block number `block` where it stands and what most of its tokens are."""
-        first = block * block_size
-        end = min(first + block_size, len(self.token_ids))
-        kind, most, at = "decode", 0, first
-        for span_end, span_kind in self.kinds:
-            count = min(span_end, end) - at
-            if count > most:
-                kind, most = span_kind, count
-            at = max(at, min(span_end, end))
-        if end - at > most:
-            kind = "decode"
+        """Note in block number `block` where it stands and what it holds."""
         described = self.blocks[block]
-        described.kind, described.offset, described.depth = kind, self.start + first, block
+        described.kind, described.depth = self.kind_of(block, block_size), block
+        described.offset = self.start + block * block_size
 
     def forget_runs(self) -> None:
         """Call after replacing or dropping blocks."""
@@ -125,7 +145,7 @@ class Sequence:
     """Tokens that the reply sees: what the last chain sees of the others, and its own."""
     admitted: bool = False
     session: str = ""
-    """The client's name for the conversation or agent run that this belongs to; empty if it gave none."""
+    """The conversation or agent run that this belongs to; empty if the client named none."""
     use: Use = NOBODY
     """Set when the sequence is handed to the scheduler."""
     _last_prompt_tokens: int = 0
@@ -165,9 +185,21 @@ class Sequence:
         return len(self.last.token_ids) - self._last_prompt_tokens
 
     @property
-    def begins_with(self) -> TokenType:
-        """What the prompt's first tokens are."""
-        return self.chains[0].kinds[0][1] if self.chains[0].kinds else "text"
+    def prompt_kinds(self) -> Counter[TokenType]:
+        """`prompt_tokens` by kind."""
+        return sum(
+            (chain.count_kinds(start, end) for chain, start, end in self._seen()), Counter[TokenType]()
+        )
+
+    @property
+    def cached_kinds(self) -> Counter[TokenType]:
+        """`cached_tokens` by kind: what they are in this prompt, whatever computed them."""
+        found = (chain.count_kinds(start, min(chain.cached, end)) for chain, start, end in self._seen())
+        return sum(found, Counter[TokenType]())
+
+    def begins_shared(self, block_size: int) -> bool:
+        """Whether the prompt begins with at least a block that is not of one conversation alone."""
+        return len(self.chains) > 1 or SHARED.issuperset(self.last.count_kinds(0, block_size))
 
     def has_kind(self, *kinds: TokenType) -> bool:
         return any(kind in kinds for chain in self.chains for _, kind in chain.kinds)
@@ -190,6 +222,12 @@ class Sequence:
             for run in self.chains[view.chain].runs_of(view.start, self._end(view), block_size)
         ]
         return (*seen, *chain.runs_of(0, end, block_size))
+
+    def _seen(self) -> Iterator[tuple[SequenceChain, int, int]]:
+        """The prompt's tokens that the reply sees: from which to which of which chain."""
+        for view in self.last.sees:
+            yield self.chains[view.chain], view.start, self._end(view)
+        yield self.last, 0, self._last_prompt_tokens
 
     def _end(self, view: View) -> int:
         return len(self.chains[view.chain].token_ids) if view.end is None else view.end
@@ -246,5 +284,6 @@ def _kinds(chain: Chain) -> tuple[tuple[int, TokenType], ...]:
     end = 0
     for span in chain.spans:
         end += len(span.token_ids)
-        kinds.append((end, "document" if chain.name and span.kind == "text" else span.kind))
+        if span.token_ids:
+            kinds.append((end, "document" if chain.name and span.kind == "text" else span.kind))
     return tuple(kinds)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ostinato.cache.block import TokenType
+from ostinato.errors import OstinatoError
+
+
+class TraceError(OstinatoError):
+    """A file is no trace, or is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +44,14 @@ class Trace:
     def unique_blocks(self) -> int:
         """How many different blocks there are: a cache of that many never evicts."""
         return len({key for request in self.requests for key in (*request.keys, *request.reply_keys)})
+
+
+def in_order(requests: list[TraceRequest]) -> tuple[TraceRequest, ...]:
+    """The requests by time of arrival, the first at 0."""
+    if not requests:
+        return ()
+    ordered = sorted(requests, key=lambda request: request.time)
+    start = ordered[0].time
+    return (
+        tuple(replace(request, time=request.time - start) for request in ordered) if start else tuple(ordered)
+    )

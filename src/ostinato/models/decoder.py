@@ -78,17 +78,21 @@ class Decoder:
         # Logits are wanted for a few rows only: a dense copy of a quantised head would never be used.
         self.head = Linear(head, weights_bias(weights, "head"), replace(backend, max_rows=1), torch.float32)
 
-    @torch.inference_mode()
     def forward(self, token_ids: Tensor, attend: Attend, rows: Tensor) -> Tensor:
+        """The logits of `states`, [wanted, vocab] float32."""
+        return self.logits(self.states(token_ids, attend, rows))
+
+    @torch.inference_mode()
+    def states(self, token_ids: Tensor, attend: Attend, rows: Tensor) -> Tensor:
         """One step over the tokens of any number of sequences.
 
         Args:
             token_ids: [tokens] int64.
             attend: attention of one layer over the batch's runs.
-            rows: [wanted] int64, the tokens whose logits are wanted.
+            rows: [wanted] int64, the tokens whose states are wanted.
 
         Returns:
-            Logits, [wanted, vocab] float32.
+            What the last layer leaves, before the final norm, [wanted, hidden]. The next step may overwrite it.
         """
         config, kernels = self.config, self.backend.kernels
         if kernels is not None:
@@ -120,8 +124,14 @@ class Decoder:
                 x = self._mlp(layer, x, layer.ffn_norm, residual=x)
             else:
                 x = layer.post_ffn_norm(self._mlp(layer, x, layer.ffn_norm, residual=None), x)
-        logits = self.head(x, norm=self.final_norm)
-        return logits if config.logit_scale == 1.0 else logits * config.logit_scale
+        return x
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits of states, [wanted, vocab] float32."""
+        logits = self.head(states, norm=self.final_norm)
+        scale = self.config.logit_scale
+        return logits if scale == 1.0 else logits * scale
 
     def _mlp(self, layer: Layer, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
         up = layer.up(x, norm)

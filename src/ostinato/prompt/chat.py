@@ -8,8 +8,9 @@ which part of the rendered text came from where, and only the template's own tex
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -40,6 +41,7 @@ _KIND_OF_ROLE: dict[str, SpanKind] = {
     "tool": "tool",
     "function": "tool",
 }
+_THINK_TAG = re.compile("(<think>|</think>)")
 _ZERO_WIDTH_SPACE = "\u200b"
 _KNOWN_TURNS = 1_000
 
@@ -71,7 +73,10 @@ def render_chat(
 
     Args:
         tokenizer: its chat template is used, `DEFAULT_TEMPLATE` if it has none.
-        messages: `role` and `content` each, content a string or a list of `{"type": "text"}` parts.
+        messages: `role` and `content` each, content a string or a list of `{"type": "text"}` parts. What the
+            assistant thought before it answered is `<think>…</think>` in its content, or stands beside it: in
+            parts of type "reasoning", in `reasoning_content` or in `reasoning`. The template decides what of it
+            the model sees again.
         tools: function definitions as in OpenAI's API.
         add_generation_prompt: open the assistant's turn at the end.
         template_args: further variables of the template.
@@ -159,19 +164,34 @@ class TurnTexts:
 
     def _render(self, roles: Sequence[str], *, add_generation_prompt: bool = False) -> list[str] | None:
         """The texts before, between and after the contents; None if the template drops or moves one."""
-        nonce = secrets.token_hex(8)
-        marks = [f"\ue000{nonce}:{index}\ue001" for index in range(len(roles))]
-        messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        marks = _Marks()
+        placed = [marks.put("", "text") for _ in roles]
+        messages = [{"role": role, "content": mark} for role, mark in zip(roles, placed, strict=True)]
         rest = _Chat(
             self._tokenizer, messages, None, {"add_generation_prompt": add_generation_prompt}
         ).rendered()
         texts: list[str] = []
-        for mark in marks:
+        for mark in placed:
             before, found, rest = rest.partition(mark)
             if not found:
                 return None
             texts.append(before)
         return [*texts, rest]
+
+
+class _Marks:
+    """Placeholders for texts. They cannot be guessed, so no content can pass for one."""
+
+    end = "\ue001"
+
+    def __init__(self) -> None:
+        self.start = f"\ue000{secrets.token_hex(8)}:"
+        self.texts: list[tuple[str, SpanKind]] = []
+
+    def put(self, text: str, kind: SpanKind) -> str:
+        """A placeholder for `text`."""
+        self.texts.append((text, kind))
+        return f"{self.start}{len(self.texts) - 1}{self.end}"
 
 
 class _Chat:
@@ -190,8 +210,10 @@ class _Chat:
             raise InvalidRequestError(
                 "messages is empty; a chat needs at least one message.", param="messages"
             )
-        self._contents = [_content(message, index) for index, message in enumerate(messages)]
-        self._messages = [self._without_special(_without_content(message)) for message in messages]
+        read = [_texts(message, index) for index, message in enumerate(messages)]
+        self._contents = [content for content, _ in read]
+        self._thoughts = [thought for _, thought in read]
+        self._messages = [self._without_special(_without_texts(message)) for message in messages]
         self.tools = [self._without_special(tool) for tool in tools] if tools else None
         self._arguments: dict[str, Any] = {
             **self._without_special(arguments),
@@ -205,57 +227,72 @@ class _Chat:
 
     def rendered(self) -> str:
         """What the template makes of the chat as it is."""
-        return self._render(self._contents)
+        return self._render(self._contents, self._thoughts)
 
     def segments(self) -> list[Segment]:
-        # Unguessable, so that no content can pass for a placeholder.
-        nonce = secrets.token_hex(8)
-        marks = [f"\ue000{nonce}:{index}\ue001" for index in range(len(self._contents))]
-        marked = self._render(
-            [mark if text else text for mark, text in zip(marks, self._contents, strict=True)]
-        )
-        rendered = self._render(self._contents)
-        segments = self._aligned(rendered, marked, f"\ue000{nonce}:")
+        rendered = self.rendered()
+        marks = _Marks()
+        thoughts = [thought and marks.put(thought, "reasoning") for thought in self._thoughts]
+        contents = [
+            text and marks.put(text, kind) for text, kind in zip(self._contents, self._kinds, strict=True)
+        ]
+        marked = self._render(contents, thoughts)
+        segments = self._aligned(rendered, marked, marks)
+        if segments is None and any(map(_has_thoughts, self._contents, self._kinds)):
+            # The template reads the tags (it drops earlier chains of thought, say), so it has to see them.
+            contents = [
+                _cut(text, marks) if text and _has_thoughts(text, kind) else mark
+                for text, kind, mark in zip(self._contents, self._kinds, contents, strict=True)
+            ]
+            segments = self._aligned(rendered, self._render(contents, thoughts), marks)
         if segments is not None:
             return segments
         # The template treats contents in a way that placeholders do not show (it cuts them, say).
-        rendered = self._render([self._without_special(text) for text in self._contents])
+        rendered = self._render(
+            [self._without_special(text) for text in self._contents],
+            [self._without_special(text) for text in self._thoughts],
+        )
         if self._special.findall(rendered) != self._special.findall(marked):
             raise InvalidRequestError(
                 "A message's content, as the model's chat template changes it, would hold a special token of "
                 "the model. Remove such tokens from the content.",
                 param="messages",
             )
-        return [Segment(rendered, is_template=True, kind="template")]
+        return [Segment(rendered, is_template=True, kind="text")]
 
-    def _aligned(self, rendered: str, marked: str, mark: str) -> list[Segment] | None:
+    def _aligned(self, rendered: str, marked: str, marks: _Marks) -> list[Segment] | None:
         """`rendered` cut where `marked` has placeholders, or None where the two do not go together."""
-        first, *rest = marked.split(mark)
+        first, *rest = marked.split(marks.start)
         if not rendered.startswith(first):
             return None
         segments = [Segment(first, is_template=True, kind="template")]
         at = len(first)
         for piece in rest:
-            number, found, literal = piece.partition("\ue001")
-            content = self._contents[int(number)] if found and number.isdigit() else None
-            if content is None:
+            number, found, literal = piece.partition(marks.end)
+            if not found or not number.isdigit():
                 return None
-            # Many templates trim contents.
-            for text in dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())):
+            whole, kind = marks.texts[int(number)]
+            # Many templates trim what they are given.
+            lines, all_space = whole.strip("\n"), whole.strip()
+            trimmed = (whole, lines, whole.lstrip("\n"), all_space, whole.lstrip(), whole.rstrip())
+            for text in dict.fromkeys(trimmed):
                 if rendered.startswith(text, at) and rendered.startswith(literal, at + len(text)):
                     break
             else:
                 return None
-            segments.append(Segment(text, is_template=False, kind=self._kinds[int(number)]))
+            segments += [
+                Segment(part, is_template=False, kind=kind_of) for part, kind_of in _by_thought(text, kind)
+            ]
             segments.append(Segment(literal, is_template=True, kind="template"))
             at += len(text) + len(literal)
         return segments if at == len(rendered) else None
 
-    def _render(self, contents: Sequence[str | None]) -> str:
-        messages = [
-            message if content is None else {**message, "content": content}
-            for message, content in zip(self._messages, contents, strict=True)
-        ]
+    def _render(self, contents: Sequence[str | None], thoughts: Sequence[str | None]) -> str:
+        messages: list[dict[str, Any]] = []
+        for message, content, thought in zip(self._messages, contents, thoughts, strict=True):
+            # Templates name it in either way, and test whether it is there.
+            beside = {} if thought is None else {"reasoning_content": thought, "reasoning": thought}
+            messages.append({**message, **({} if content is None else {"content": content}), **beside})
         try:
             return self._template.render(messages=messages, **self._arguments)
         except (
@@ -287,34 +324,74 @@ class _Chat:
         )
 
 
-def _content(message: Message, index: int) -> str | None:
-    """A message's content as one string; None where it has none (an assistant's tool call)."""
+def _texts(message: Message, index: int) -> tuple[str | None, str | None]:
+    """A message's content and its chain of thought, each as one string; None where it has none."""
     at = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidRequestError(f"{at} needs a role, such as 'user'.", param=f"{at}.role")
+    thoughts: list[str] = []
+    for name in ("reasoning_content", "reasoning"):
+        thought = message.get(name)
+        if thought is not None and not isinstance(thought, str):
+            raise InvalidRequestError(f"{at}.{name} must be a string.", param=f"{at}.{name}")
+        if thought is not None and not thoughts:
+            thoughts.append(thought)
     content = message.get("content")
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
+    if isinstance(content, list):
+        texts: list[str] = []
+        for number, part in enumerate(cast("list[Any]", content)):
+            text, is_thought = _part(part, message["role"], f"{at}.content[{number}]")
+            (thoughts if is_thought else texts).append(text)
+        content = "".join(texts)
+    if content is not None and not isinstance(content, str):
         raise InvalidRequestError(f"{at}.content must be a string or a list of parts.", param=f"{at}.content")
-    texts: list[str] = []
-    for number, part in enumerate(cast("list[Any]", content)):
-        where = f"{at}.content[{number}]"
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
-            raise InvalidRequestError(
-                f"{where} has type {kind!r}, but this model reads text only; send parts of type 'text'.",
-                param=f"{where}.type",
-            )
-        if not isinstance(part.get("text"), str):
-            raise InvalidRequestError(f"{where}.text must be a string.", param=f"{where}.text")
-        texts.append(part["text"])
-    return "".join(texts)
+    return content, "".join(thoughts) if thoughts else None
 
 
-def _without_content(message: Message) -> dict[str, Any]:
+def _part(part: Any, role: str, where: str) -> tuple[str, bool]:
+    """The text of a part of a content, and whether it is chain of thought."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "reasoning" and role == "assistant":
+        text = part.get("text", part.get("reasoning"))
+    elif kind == "text":
+        text = part.get("text")
+    else:
+        raise InvalidRequestError(
+            f"{where} has type {kind!r}, but this model reads text only; send parts of type 'text'.",
+            param=f"{where}.type",
+        )
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{where}.text must be a string.", param=f"{where}.text")
+    return text, kind == "reasoning"
+
+
+def _without_texts(message: Message) -> dict[str, Any]:
     # Templates test whether a key is there, so null entries are left out.
-    return {key: value for key, value in message.items() if key != "content" and value is not None}
+    texts = ("content", "reasoning_content", "reasoning")
+    return {key: value for key, value in message.items() if key not in texts and value is not None}
+
+
+def _has_thoughts(content: str | None, kind: SpanKind) -> bool:
+    return kind == "assistant" and content is not None and _THINK_TAG.search(content) is not None
+
+
+def _by_thought(text: str, kind: SpanKind) -> Iterator[tuple[str, SpanKind]]:
+    """A text cut into chain of thought and answers, if it is the assistant's.
+
+    The opening tag may be missing at its beginning: some templates write it into the generation prompt.
+    """
+    for piece in re.split("(?<=</think>)|(?=<think>)", text) if kind == "assistant" else [text]:
+        thought = kind == "assistant" and (piece.startswith("<think>") or piece.endswith("</think>"))
+        yield piece, "reasoning" if thought else kind
+
+
+def _cut(content: str, marks: _Marks) -> str:
+    """An assistant's content with placeholders between the tags of its chain of thought, which stay."""
+    return "".join(
+        marks.put(text, kind) if text.strip() and not _THINK_TAG.fullmatch(text) else text
+        for piece, kind in _by_thought(content, "assistant")
+        for text in _THINK_TAG.split(piece)
+    )
 
 
 def _with_tools(segment: Segment, tools: Sequence[Any] | None) -> list[Segment]:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-SpanKind = Literal["text", "system", "tools", "template", "user", "assistant", "tool", "document"]
+SpanKind = Literal[
+    "text", "system", "tools", "template", "document", "user", "tool", "assistant", "reasoning"
+]
+"""What tokens of a prompt are: of unknown kind, system prompt, tool definitions, what a template writes, a document
+or module, the user's, a tool's output, the assistant's earlier answers, or its earlier chain of thought."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ostinato import __version__
-from ostinato.engine.engine import LINK_TOKENS, Engine, PromptLike
+from ostinato.engine.engine import LINK_TOKENS, Engine, Options, PromptLike
 from ostinato.engine.request import Chunk, Reply, SamplingParams, Usage
 from ostinato.engine.stream import collect as collect_reply
 from ostinato.errors import EngineClosedError, ModelNotFoundError
@@ -77,7 +77,7 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
         chat = isinstance(body, ChatCompletionRequest)
         request.state.prompt_field = "pml" if body.pml is not None else "messages" if chat else "prompt"
         requests, answer.placements = await placed(engine, body)
-        pieces = run(engine, metrics, requests)
+        pieces = run(engine, metrics, requests, body.session)
         if not body.stream:
             replies = await unless_gone(request.receive, collect(pieces, len(requests)))
             return JSONResponse(answer.whole(replies))
@@ -170,9 +170,12 @@ def _text(engine: Engine, prompt: Prompt) -> str:
     return engine.tokenizer.decode([token for token in ids if isinstance(token, int)])
 
 
-async def run(engine: Engine, metrics: Metrics, requests: Sequence[EngineRequest]) -> Pieces:
+async def run(
+    engine: Engine, metrics: Metrics, requests: Sequence[EngineRequest], session: str = ""
+) -> Pieces:
     """Run engine requests at once; their chunks as they come, each with the index of its request.
 
+    Together they are one turn of `session`, so the first stands for all.
     Chunks wait here for a slow client, so that the engine never does. Closing the generator cancels the
     requests that still run; so does an error in one of them.
     """
@@ -181,7 +184,8 @@ async def run(engine: Engine, metrics: Metrics, requests: Sequence[EngineRequest
     async def follow(index: int, prompt: PromptLike, params: SamplingParams) -> None:
         previous = None
         try:
-            async with aclosing(engine.astream(prompt, params)) as chunks:
+            options = Options(session=session) if index == 0 else Options()
+            async with aclosing(engine.astream(prompt, params, **options)) as chunks:
                 async for chunk in chunks:
                     if chunk.finish_reason == "cancelled":
                         raise EngineClosedError("The server is shutting down.")

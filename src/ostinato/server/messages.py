@@ -24,7 +24,8 @@ UNSUPPORTED_IN_MESSAGE: Unsupported = {
 UNSUPPORTED_IN_DOCUMENT: Unsupported = {"citations": ({"enabled": False},), "context": ("",)}
 
 
-def _unicode(text: str) -> str:
+def unicode(text: str) -> str:
+    """The text, unless it holds half a surrogate pair."""
     # JSON can escape half a surrogate pair; no tokenizer can encode it.
     try:
         text.encode()
@@ -33,7 +34,7 @@ def _unicode(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_unicode)]
+Text = Annotated[str, AfterValidator(unicode)]
 
 
 def check_unicode(value: object) -> None:
@@ -66,6 +67,16 @@ class TextPart(BaseModel):
     text: Text
 
 
+class ReasoningPart(BaseModel):
+    """What the assistant thought before it answered, in the content of its message."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["reasoning"]
+    text: Text | None = None
+    reasoning: Text | None = None
+    """Another name for `text`."""
+
+
 class DocumentSource(BaseModel):
     """The text of a document. The models here read no other kind."""
 
@@ -84,7 +95,7 @@ class DocumentPart(BaseModel):
     title: Text | None = None
 
 
-Part = Annotated[TextPart | DocumentPart, Field(discriminator="type")]
+Part = Annotated[TextPart | ReasoningPart | DocumentPart, Field(discriminator="type")]
 
 
 class ChatMessage(BaseModel):
@@ -95,30 +106,43 @@ class ChatMessage(BaseModel):
     content: Text | list[Part] | None = None
     name: Text | None = None
 
+    # Not OpenAI's: vLLM's names for what the assistant thought before it answered.
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of its content; none where that is a string."""
+        return self.content if isinstance(self.content, list) else []
+
     @property
     def documents(self) -> list[DocumentPart]:
         """The documents in its content."""
-        parts = self.content if isinstance(self.content, list) else []
-        return [part for part in parts if isinstance(part, DocumentPart)]
+        return [part for part in self.parts if isinstance(part, DocumentPart)]
 
     def check(self, at: str) -> None:
         """Refuse what is missing or not built; `at` names the message."""
         refuse(self.model_extra or {}, UNSUPPORTED_IN_MESSAGE, f"{at}.")
         if self.content is None:
             raise InvalidRequestError(f"{at} has no content.", param=f"{at}.content")
+        if self.role != "assistant" and any(isinstance(part, ReasoningPart) for part in self.parts):
+            raise InvalidRequestError(
+                f"{at} has reasoning in its content; only an assistant's may.", param=f"{at}.content"
+            )
         for document in self.documents:
             refuse(document.model_extra or {}, UNSUPPORTED_IN_DOCUMENT, f"{at}.content.")
 
     def for_template(self) -> Json:
         """The message as chat templates take it: `developer` goes by its older name, which they know."""
-        message = self.model_dump(include={"content", "name"}, exclude_none=True)
+        fields = {"content", "name", "reasoning_content", "reasoning"}
+        message = self.model_dump(include=fields, exclude_none=True)
         return message | {"role": self._role}
 
     def turn(self) -> Turn:
-        """Its text as a turn of a prompt over a schema or over documents."""
+        """Its text as a turn of a prompt over a schema or over documents. What was thought beside it is left out."""
         content = self.content or ""
         if not isinstance(content, str):
-            content = "".join(part.text for part in content if isinstance(part, TextPart))
+            content = "".join(part.text for part in self.parts if isinstance(part, TextPart))
         return Turn(self._role, content)
 
     @property

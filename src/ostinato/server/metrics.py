@@ -7,14 +7,16 @@ nor tell one tenant what another asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ostinato.cache.block import TokenType
 from ostinato.engine.request import Chunk
+from ostinato.prompt.span import SpanKind
 
 if TYPE_CHECKING:
     from ostinato.engine.engine import Engine
@@ -93,6 +95,32 @@ class _EngineCollector(Collector):
             "preemptions", "Requests set back to waiting because the pool was full.", stats.preemptions
         )
         yield counter("evicted_blocks", "Cached blocks given up to make room.", stats.evicted_blocks)
+        yield counter("sessions", "Conversations and agent runs that began, as far as known.", stats.sessions)
+        yield counter(
+            "records_lost", "Requests that could not be written to the recording.", stats.records_lost
+        )
+
+        def by_kind(name: str, help: str, values: Mapping[TokenType, int]) -> Metric:
+            family = CounterMetricFamily(f"ostinato_{name}", help, labels=["kind"])
+            for kind in get_args(SpanKind):
+                family.add_metric([kind], values.get(kind, 0))
+            return family
+
+        yield by_kind(
+            "prompt_tokens_by_kind", "ostinato_prompt_tokens_total by what they are.", stats.prompt_kinds
+        )
+        yield by_kind(
+            "cached_tokens_by_kind", "ostinato_cached_tokens_total by what they are.", stats.cached_kinds
+        )
+        yield InfoMetricFamily(
+            "ostinato_cache_config",
+            "How the cache is set up.",
+            value={
+                "policy": self._engine.policy,
+                "block_size": str(self._engine.index.pool.block_size),
+                "num_blocks": str(self._engine.index.pool.blocks),
+            },
+        )
         for name, help, value in (
             ("waiting", "Requests not yet admitted.", stats.waiting),
             ("running", "Requests being computed.", stats.running),

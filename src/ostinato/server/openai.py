@@ -10,15 +10,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ostinato.engine.request import Chunk, FinishReason, Reply, SamplingParams, TokenLogprob, Usage
+from ostinato.engine.request import (
+    MAX_SESSION_NAME,
+    Chunk,
+    FinishReason,
+    Reply,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
 from ostinato.errors import InvalidRequestError
 from ostinato.prompt.pml import parse_prompt
 from ostinato.prompt.resolve import Placement, ReuseMode
 from ostinato.prompt.schema import SchemaPrompt
 from ostinato.prompt.schema import Text as PlainText
-from ostinato.server.messages import ChatMessage, Text, Unsupported, check_unicode, items, refuse
+from ostinato.server.messages import ChatMessage, Text, Unsupported, check_unicode, items, refuse, unicode
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -70,6 +78,16 @@ UNSUPPORTED: Unsupported = {
 }
 
 
+SessionName = Annotated[str, Field(max_length=MAX_SESSION_NAME), AfterValidator(unicode)]
+
+
+class Metadata(BaseModel):
+    """`metadata` of a request. Of what a client notes there, only the session matters here."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    session_id: SessionName | None = None
+
+
 class StreamOptions(BaseModel):
     """`stream_options` of a streamed request."""
 
@@ -80,8 +98,8 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """The fields both endpoints share. null means the default, as in the OpenAI API.
 
-    Unknown fields are accepted, since clients send many that do not bear on the answer (`user`,
-    `metadata`, `store`, `service_tier`...); those that would and are not built are refused.
+    Unknown fields are accepted, since clients send many that do not bear on the answer (`store`,
+    `service_tier`, `safety_identifier`...); those that would and are not built are refused.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -98,6 +116,9 @@ class GenerationRequest(BaseModel):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_cache_key: SessionName | None = None
+    metadata: Metadata | None = None
+    user: SessionName | None = None
 
     # Not OpenAI's; the names are vLLM's.
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -139,6 +160,12 @@ class GenerationRequest(BaseModel):
     def choices(self) -> int:
         """How many answers each prompt gets."""
         return self.n or 1
+
+    @property
+    def session(self) -> str:
+        """The conversation or agent run that the request belongs to, by the most particular name given."""
+        of_metadata = self.metadata.session_id if self.metadata else None
+        return self.prompt_cache_key or of_metadata or self.user or ""
 
     @property
     def include_usage(self) -> bool:

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ostinato.cache.policy.arc import ARC
 from ostinato.cache.policy.base import Policy
+from ostinato.cache.policy.fifo import FIFO
+from ostinato.cache.policy.gdsf import GDSF
+from ostinato.cache.policy.lecar import LeCaR
+from ostinato.cache.policy.lfu import LFU
 from ostinato.cache.policy.lru import LRU
+from ostinato.cache.policy.s3fifo import S3FIFO
+from ostinato.cache.policy.sieve import Sieve
 from ostinato.cache.policy.tlru import TLRU
+from ostinato.cache.policy.wa import WA
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
     "lru": lambda _blocks: LRU(),
+    "lfu": lambda _blocks: LFU(),
+    "fifo": lambda _blocks: FIFO(),
+    "s3fifo": S3FIFO,
+    "sieve": lambda _blocks: Sieve(),
+    "arc": ARC,
+    "lecar": LeCaR,
+    "gdsf": lambda _blocks: GDSF(),
     "tlru": lambda _blocks: TLRU(),
+    "wa": WA,
 }
 """Every policy that needs no knowledge of the future, by name; made for a cache of so many blocks."""
+
+DEFAULT_POLICY = "lru"

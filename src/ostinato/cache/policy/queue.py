@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from ostinato.cache.block import Block
 
@@ -37,6 +38,11 @@ class Queue:
             self._aside.remove(block)
             return True
         return False
+
+    def oldest(self) -> Iterator[Block]:
+        """The blocks in order, without those aside; the one that was given last may be removed."""
+        while self._order:
+            yield next(iter(self._order))
 
     def first(self) -> Block | None:
         """The first block that can go."""

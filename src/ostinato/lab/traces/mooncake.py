@@ -1,0 +1,31 @@
+"""Mooncake (FAST 2025): JSON lines of `timestamp` in ms, `input_length`, `hash_ids` of chained blocks of 512 tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ostinato.lab.trace import Trace, TraceRequest, in_order
+from ostinato.lab.traces.entries import (
+    fits,
+    hash_ids,
+    json_lines,
+    key_of,
+    number,
+    reading,
+    whole,
+    with_templates,
+)
+
+BLOCK_SIZE = 512
+
+
+def read_mooncake(path: Path) -> Trace:
+    """Neither types nor sessions are in the file."""
+    requests: list[TraceRequest] = []
+    for where, entry in json_lines(path):
+        with reading(where):
+            keys = tuple(map(key_of, hash_ids(entry)))
+            tokens = whole(entry, "input_length")
+            fits(tokens, len(keys), BLOCK_SIZE)
+            requests.append(TraceRequest(number(entry, "timestamp") / 1000, keys, tokens))
+    return Trace(path.stem, BLOCK_SIZE, in_order(with_templates(requests)))
