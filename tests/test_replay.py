@@ -11,11 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from ostinato.cache.block import TokenType
 from ostinato.cache.index import Index
 from ostinato.cache.keys import chain_keys
 from ostinato.cache.policy.lru import LRU
 from ostinato.cache.pool import Pool
+from ostinato.cache.use import TokenType
 from ostinato.cli import app
 from ostinato.engine.request import SamplingParams
 from ostinato.engine.scheduler import Scheduler

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato import Engine, SamplingParams
-from ostinato.cache.block import TokenType
+from ostinato.cache.use import TokenType
 from ostinato.engine.sequence import Sequence, SequenceChain, sequence_chains
 from ostinato.prompt.schema import SchemaPrompt, Turn
 from ostinato.prompt.span import Chain, Prompt, Span, SpanKind, View, plain

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ostinato.cache.use import Use
+from ostinato.cache.use import TokenType, Use
 
 REMEMBERED = 65_536
 
@@ -36,6 +36,7 @@ class Sessions:
         name: str = "",
         tokens: int = 0,
         agentic: bool = False,
+        begins: TokenType = "text",
         templated: bool = False,
         scope: str = "public",
     ) -> Use:
@@ -50,7 +51,7 @@ class Sessions:
         if not name and keys:
             # Known already: the same prompt again, or shared text. Shared stays shared.
             _remember(self._tips, keys[-1], "" if self._tips.get(keys[-1]) == "" else session)
-        return Use(self._now, session, turn, tokens, agentic, templated, scope=scope)
+        return Use(self._now, session, turn, tokens, agentic, begins, templated, scope=scope)
 
     def _continued(self, keys: Sequence[bytes]) -> str:
         for key in reversed(keys):

@@ -11,7 +11,7 @@ from ostinato.cache.block import Block
 from ostinato.cache.policy.base import Policy
 from ostinato.cache.policy.queue import Queue
 from ostinato.cache.session import Sessions
-from ostinato.cache.use import Use
+from ostinato.cache.use import TokenType, Use
 
 
 class Store:
@@ -32,6 +32,7 @@ class Store:
         session: str = "",
         tokens: int = 0,
         agentic: bool = False,
+        begins: TokenType = "text",
         templated: bool = False,
         scope: str = "public",
     ) -> Use:
@@ -40,7 +41,14 @@ class Store:
         `session` is the client's name for the session, empty if it gave none.
         """
         use = self._sessions.begin(
-            time, keys, name=session, tokens=tokens, agentic=agentic, templated=templated, scope=scope
+            time,
+            keys,
+            name=session,
+            tokens=tokens,
+            agentic=agentic,
+            begins=begins,
+            templated=templated,
+            scope=scope,
         )
         self.policy.arrive(use)
         return use

@@ -21,11 +21,11 @@ from typing import TypedDict, Unpack
 
 import torch
 
-from ostinato.cache.block import TokenType
 from ostinato.cache.index import Index
 from ostinato.cache.keys import model_fingerprint
 from ostinato.cache.policy import DEFAULT_POLICY, POLICIES
 from ostinato.cache.pool import Pool
+from ostinato.cache.use import TokenType
 from ostinato.engine.attention import move
 from ostinato.engine.device import choose_device, choose_dtype, choose_kv_tokens
 from ostinato.engine.output import Output, Sink

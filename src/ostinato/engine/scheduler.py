@@ -59,6 +59,7 @@ class Scheduler:
             session=sequence.session,
             tokens=sequence.prompt_tokens,
             agentic=sequence.has_kind("tools", "tool"),
+            begins=sequence.chains[0].kind_of(0, self.block_size),
             templated=sequence.begins_shared(self.block_size),
         )
         self.waiting.append(sequence)

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ostinato.cache.block import Block, TokenType
+from ostinato.cache.block import Block
 from ostinato.cache.keys import chain_keys, encode_fields, root_key
 from ostinato.cache.pool import Run
-from ostinato.cache.use import NOBODY, Use
+from ostinato.cache.use import NOBODY, TokenType, Use
 from ostinato.engine.request import SamplingParams
 from ostinato.prompt.span import Chain, Prompt, View
 

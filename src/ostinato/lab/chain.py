@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from ostinato.cache.block import TokenType
+from ostinato.cache.use import TokenType
 
 
 class Chain:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from ostinato.cache.block import Block, TokenType, recompute_cost
+from ostinato.cache.block import Block, recompute_cost
 from ostinato.cache.policy import POLICIES
 from ostinato.cache.policy.base import Policy
 from ostinato.cache.policy.opt import OPT
 from ostinato.cache.store import Store
+from ostinato.cache.use import TokenType
 from ostinato.errors import InvalidRequestError
 from ostinato.lab.trace import Trace, TraceRequest
 
@@ -69,6 +70,7 @@ class Cache:
             session=request.session,
             tokens=request.tokens,
             agentic=request.agentic,
+            begins=request.kinds[0] if request.kinds else "text",
             templated=request.templated,
             scope=request.scope,
         )

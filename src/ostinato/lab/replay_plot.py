@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ostinato.cache.block import TokenType
+from ostinato.cache.use import TokenType
 from ostinato.errors import OstinatoError
 from ostinato.lab.replay import OPTIMUM, Replay
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ostinato.cache.block import TokenType
+from ostinato.cache.use import TokenType
 from ostinato.errors import OstinatoError
 
 

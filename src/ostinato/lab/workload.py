@@ -38,6 +38,9 @@ class Mix:
 
 
 MIXES: dict[str, tuple[Mix, Mix | None]] = {
+    "balanced": (Mix(chat=0.3, agentic=0.3, templated=0.2, one_shot=0.2), None),
+    "rag": (Mix(chat=0.3, agentic=0.1, templated=0.4, one_shot=0.2), None),
+    "polluted": (Mix(chat=0.25, agentic=0.15, templated=0.1, one_shot=0.5), None),
     "chat": (Mix(chat=0.8, agentic=0.05, templated=0.1, one_shot=0.05), None),
     "agentic": (Mix(chat=0.15, agentic=0.75, templated=0.05, one_shot=0.05), None),
     "templated": (Mix(chat=0.1, agentic=0.05, templated=0.55, one_shot=0.3), None),

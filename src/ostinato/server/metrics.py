@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ostinato.cache.block import TokenType
+from ostinato.cache.use import TokenType
 from ostinato.engine.request import Chunk
 from ostinato.prompt.span import SpanKind
 

@@ -16,6 +16,26 @@ from ostinato.cache.policy.sieve import Sieve
 from ostinato.cache.policy.tlru import TLRU
 from ostinato.cache.policy.wa import WA
 
+
+# NumPy takes a tenth of a second to import, and `ostinato --help` lists these names.
+def _unicache(blocks: int) -> Policy:
+    from ostinato.cache.policy.unicache import UniCache
+
+    return UniCache(blocks)
+
+
+def _saecache(blocks: int) -> Policy:
+    from ostinato.cache.policy.saecache import SAECache
+
+    return SAECache(blocks)
+
+
+def _ostinato(blocks: int) -> Policy:
+    from ostinato.cache.policy.ostinato import Ostinato
+
+    return Ostinato(blocks)
+
+
 POLICIES: dict[str, Callable[[int], Policy]] = {
     "lru": lambda _blocks: LRU(),
     "lfu": lambda _blocks: LFU(),
@@ -27,6 +47,9 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "gdsf": lambda _blocks: GDSF(),
     "tlru": lambda _blocks: TLRU(),
     "wa": WA,
+    "unicache": _unicache,
+    "saecache": _saecache,
+    "ostinato": _ostinato,
 }
 """Every policy that needs no knowledge of the future, by name; made for a cache of so many blocks."""
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ostinato.cache.block import Block, TokenType
+from ostinato.cache.block import Block
 from ostinato.cache.policy.base import Policy
 from ostinato.cache.policy.ghosts import Ghosts
 from ostinato.cache.policy.queue import Queue
 from ostinato.cache.policy.turn_gaps import TurnGaps
-from ostinato.cache.use import Use
+from ostinato.cache.use import TokenType, Use
 
 Role = Literal["evict-first", "structural", "chat", "agentic"]
 ROLES: tuple[Role, ...] = ("evict-first", "structural", "chat", "agentic")
@@ -107,9 +108,12 @@ class SAECache(Policy):
     """The policy for a cache of `blocks` blocks. What is not in `learn` keeps its initial value."""
 
     def __init__(self, blocks: int, learn: frozenset[Part] = PARTS, use: frozenset[Part] = PARTS) -> None:
-        self.gaps = {"chat": TurnGaps(math.log(60), 1.0), "agentic": TurnGaps(math.log(10), 1.0)}
+        self.gaps: dict[Role, TurnGaps] = {
+            "chat": TurnGaps(math.log(60), 1.0),
+            "agentic": TurnGaps(math.log(10), 1.0),
+        }
         self.types: dict[TokenType, TypeStatistics] = {}
-        self.queues = {role: QueueStatistics() for role in ROLES}
+        self.queues: dict[Role, QueueStatistics] = {role: QueueStatistics() for role in ROLES}
         self.position = PositionStatistics()
         self.temperature = 0.2
         self.found_share = 1.0
@@ -123,8 +127,8 @@ class SAECache(Policy):
         self._now = 0.0
         self._evicted = 0
         self._window = max(64, blocks // 8)
-        # Share of first requests whose session came back, by what can be told of them: (agentic, named).
-        self._firsts: dict[tuple[bool, bool], list[float]] = {}
+        # First requests whose session came back, and all of them, by what can be told of them.
+        self._firsts: dict[Hashable, list[float]] = {}
 
     # -- routing ----------------------------------------------------------------------------------------
 
@@ -320,5 +324,5 @@ class SAECache(Policy):
             each.found, each.made = each.found // 2, each.made // 2
 
 
-def _first(use: Use) -> tuple[bool, bool]:
-    return use.agentic, not use.session.startswith("#")
+def _first(use: Use) -> Hashable:
+    return use.agentic, use.begins, not use.session.startswith("#")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ostinato.cache.block import TokenType
+from ostinato.cache.use import TokenType
 from ostinato.lab.trace import Trace, TraceError, TraceRequest, in_order
 from ostinato.lab.traces.entries import fits, hash_ids, json_value, number, reading, whole
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
-from ostinato.cache.block import TokenType
+from ostinato.cache.use import TokenType
 from ostinato.lab.trace import Trace, TraceError, TraceRequest
 from ostinato.lab.traces.entries import fits, hash_ids, json_lines, key_of, number, reading, whole
 

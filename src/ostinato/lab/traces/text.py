@@ -13,7 +13,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
-from ostinato.cache.block import TokenType
+from ostinato.cache.use import TokenType
 from ostinato.lab.chain import Chain
 
 PIECE = re.compile(r"\w{1,6}|[^\w\s]")
