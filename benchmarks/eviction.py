@@ -58,7 +58,6 @@ from peers import cpu_name
 
 SECTIONS = "abcdef"
 MIXED = ("balanced", "rag", "polluted")
-PLAIN = ("chat", "agentic", "templated")
 SHARES = (0.01, 0.025, 0.05)
 MIDDLE = 0.025
 FILES = {
@@ -192,7 +191,7 @@ def cells_of(section: str, setup: Setup) -> list[Cell]:
         case "a":
             return [
                 Cell(mix, seed, policy, share)
-                for mix in (*MIXED, *PLAIN) for seed in seeds for share in SHARES for policy in everyone
+                for mix in MIXED for seed in seeds for share in SHARES for policy in everyone
             ]  # fmt: skip
         case "b":
             return [Cell("shift", seed, policy, MIDDLE) for seed in seeds for policy in known(SHIFTED)]
@@ -329,6 +328,10 @@ def percent(share: float) -> str:
     return f"{100 * share:g} %"
 
 
+def seeds_of(setup: Setup) -> str:
+    return f"{setup.seeds} seed{'s' if setup.seeds > 1 else ''}"
+
+
 def title(column: tuple[str, float]) -> str:
     trace, share = column
     return f"{SHORT.get(trace, trace)} {percent(share)}"
@@ -420,10 +423,10 @@ class Rates:
 def mixed_tables(results: Results, setup: Setup) -> str:
     rates = Rates(results)
     parts = [
-        f"Tokens hit, in per cent; {setup.requests:,} requests, {setup.seeds} seeds; the capacity is a share of the "
+        f"Tokens hit, in per cent; {setup.requests:,} requests, {seeds_of(setup)}; the capacity is a share of the "
         "trace's different blocks. Bold: the best that does not know the future."
     ]
-    for mixes in (MIXED, PLAIN):
+    for mixes in (MIXED,):
         columns = [(mix, share) for mix in mixes for share in SHARES]
         parts += [
             rates.table(columns),
@@ -452,6 +455,13 @@ def shift_series(results: Results) -> dict[str, list[float]]:
     return found
 
 
+def back_after(rates: Sequence[float], shift: int, last: int) -> str:
+    """Requests from the shift until a window is within `BACK` of the mean from `last` on."""
+    later = statistics.fmean(rates[last:])
+    at = next((place for place in range(shift, len(rates)) if rates[place] >= later - BACK), None)
+    return "never" if at is None else f"{(at - shift + 1) * WINDOW:,}"
+
+
 def shift_table(results: Results, setup: Setup) -> str:
     series = shift_series(results)
     points = min(len(rates) for rates in series.values())
@@ -467,16 +477,21 @@ def shift_table(results: Results, setup: Setup) -> str:
     }
     rows.append(["the quarter before", *(f"{100 * value:.1f}" for value in before.values())])
     rows.append(["the last quarter", *(f"{100 * value:.1f}" for value in later.values())])
-    back: list[str] = []
-    for name, rates in series.items():
-        at = next((place for place in range(half, points) if rates[place] >= later[name] - BACK), None)
-        back.append("never" if at is None else f"{(at - half + 1) * WINDOW:,}")
-    rows.append(["back after", *back])
+    last = points - max(1, points // 4)
+    rows.append(["back after", *(back_after(rates, half, last) for rates in series.values())])
+    if OPTIMUM in series:
+        shares = {
+            name: [rate / best if best else 1.0 for rate, best in zip(rates, series[OPTIMUM], strict=True)]
+            for name, rates in series.items()
+        }
+        cells = ("–" if name == OPTIMUM else back_after(each, half, last) for name, each in shares.items())
+        rows.append(["back after, of opt's hits", *cells])
     return "\n\n".join(
         [
-            f"Tokens hit by requests since the shift, in per cent, over {setup.seeds} seeds together; "
+            f"Tokens hit by requests since the shift, in per cent, over {seeds_of(setup)} together; "
             f"{setup.requests:,} requests, {percent(MIDDLE)} of the different blocks. *Back after*: end of the first "
-            f"{WINDOW} requests behind the shift with at most {100 * BACK:g} points less than in the last quarter.",
+            f"{WINDOW} requests behind the shift with at most {100 * BACK:g} points less than in the last quarter; below that, "
+            "the same of the share of opt's hits, since the traffic itself is now easier, now harder.",
             markdown(["requests", *series], rows),
         ]
     )
@@ -511,7 +526,7 @@ def one_shot_table(results: Results, taken: dict[str, list[float]], setup: Setup
     ]
     return "\n\n".join(
         [
-            f"95 % of the requests share nothing; {setup.requests:,} requests, {setup.seeds} seeds, {percent(MIDDLE)} "
+            f"95 % of the requests share nothing; {setup.requests:,} requests, {seeds_of(setup)}, {percent(MIDDLE)} "
             f"of the different blocks. Time: all calls of the policy, median of {ROUNDS} rounds.",
             markdown(["policy", "tokens hit, %", "µs a request"], rows),
         ]
@@ -532,7 +547,7 @@ def ablation_table(results: Results, setup: Setup) -> str:
     return "\n\n".join(
         [
             "What a part adds: SAECache's hit rate relative to its hit rate without the part, in per cent; "
-            f"{setup.requests:,} requests, {setup.seeds} seeds, {percent(MIDDLE)} of the different blocks.",
+            f"{setup.requests:,} requests, {seeds_of(setup)}, {percent(MIDDLE)} of the different blocks.",
             markdown(["part", "paper", *MIXED], rows),
         ]
     )
@@ -551,7 +566,8 @@ def cost_table(costs: dict[str, Result], setup: Setup) -> str:
         f"{max(each['evictions'] for each in costs.values()):,}."
     )
     if long:
-        text += f" A replay: all of `{MOONCAKE[0]}` at 10 %, the store's work included."
+        part = "all" if setup.limit is None else f"the first {setup.limit:,} requests"
+        text += f" A replay: {part} of `{MOONCAKE[0]}` at 10 %, the store's work included."
     return f"{text}\n\n" + markdown(["policy", "µs an eviction", *(["s a replay"] if long else [])], rows)
 
 
@@ -620,7 +636,7 @@ def plot_shift(results: Results, path: Path) -> None:
     _panel(panel, "the traffic shifts at 0")
     panel.set_xlabel("requests since the shift", fontsize=8)
     panel.set_ylabel("prompt tokens hit", fontsize=8)
-    panel.legend(fontsize=8, frameon=False, ncols=2)
+    panel.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=110)
     pyplot().close(figure)
 

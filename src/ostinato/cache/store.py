@@ -69,7 +69,8 @@ class Store:
         if not block.users:
             self.idle -= 1
         block.users += 1
-        block.uses += 1
+        if use.session != block.use.session or use.turn != block.use.turn:
+            block.uses += 1  # not so for a request that was preempted and comes back
         if block.retired:  # somebody asks for it after all
             block.retired = False
             self._retired.remove(block)

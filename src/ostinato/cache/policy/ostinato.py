@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,7 +200,7 @@ class Uses:
         self._count = 0
 
     def add(self, key: bytes, group: int, time: float) -> None:
-        if self._stride > 1 and hash(key) % self._stride:
+        if self._stride > 1 and crc32(key) % self._stride:
             return
         before = self._latest.get(key)
         if before is not None:

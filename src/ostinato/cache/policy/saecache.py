@@ -94,14 +94,15 @@ class PositionStatistics:
             setattr(self, name, getattr(self, name) / 2)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Place:
-    """Which LRU queue a block is in."""
+    """One LRU queue: blocks of one of the four queues, one token type and, if structural, one octave of offsets."""
 
     role: Role
     kind: TokenType
-    range: int
-    queue: Queue = field(default_factory=Queue, compare=False)
+    queue: Queue = field(default_factory=Queue)
+    known: float = math.inf
+    """Priority of its first block as it stands in the heap; infinite if it is not there."""
 
 
 class SAECache(Policy):
@@ -191,7 +192,7 @@ class SAECache(Policy):
         offsets = block.offset.bit_length() if role == "structural" else 0
         place = self._places.get((role, block.kind, offsets))
         if place is None:
-            place = self._places[role, block.kind, offsets] = Place(role, block.kind, offsets)
+            place = self._places[role, block.kind, offsets] = Place(role, block.kind)
         self._count(role, 1)
         self._of[block] = place
         place.queue.append(block)
@@ -236,7 +237,7 @@ class SAECache(Policy):
 
     def priority(self, block: Block, place: Place) -> float:
         idle = max(self._now - block.use.time, SHORTEST)
-        if self.found_share < SCARCE:
+        if self._learn and self.found_share < SCARCE:
             return 1 / idle
         queue = self.queues[place.role]
         p = 1.0
@@ -256,26 +257,36 @@ class SAECache(Policy):
             self._stale = False
             self._heap.clear()
             for place in self._places.values():
+                place.known = math.inf
                 self._push(place)
         heap = self._heap
         while heap:
             known, _, place = heap[0]
+            if known != place.known:  # pushed anew since
+                heapq.heappop(heap)
+                continue
             block = place.queue.first()
             if block is None:
+                place.known = math.inf
                 heapq.heappop(heap)
                 continue
             now = self.priority(block, place)
             if now <= known * (1 + 1e-9):
                 return block
-            heapq.heapreplace(heap, (now, self._next(), place))  # another block heads this queue by now
+            place.known = now  # another block heads this queue by now
+            heapq.heapreplace(heap, (now, self._next(), place))
         return None
 
     def _push(self, place: Place) -> None:
         if self._stale:
             return  # all are pushed before the next choice
         block = place.queue.first()
-        if block is not None:
-            heapq.heappush(self._heap, (self.priority(block, place), self._next(), place))
+        if block is None:
+            return
+        now = self.priority(block, place)
+        if now < place.known:
+            place.known = now
+            heapq.heappush(self._heap, (now, self._next(), place))
 
     def _next(self) -> int:
         self._pushed += 1
@@ -310,7 +321,7 @@ class SAECache(Policy):
         yields: dict[Role, float] = {}
         for role, each in self.queues.items():
             self._count(role, 0)
-            if each.block_seconds > 0:
+            if each.block_seconds > 1e-6:
                 yields[role] = each.hit_tokens / each.block_seconds
         mean = sum(yields.values()) / len(yields) if yields else 0.0
         if mean > 0:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ostinato.cache.block import Block
 from ostinato.cache.policy.saecache import SAECache, TypeStatistics
-from ostinato.cache.use import TokenType, Use
+from ostinato.cache.use import TokenType
 
 WEIGHTS: dict[TokenType, float] = {
     "system": 5.0,
@@ -27,11 +26,3 @@ class UniCache(SAECache):
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks, learn=frozenset())
         self.types = {kind: TypeStatistics(weight) for kind, weight in WEIGHTS.items()}
-
-    def insert(self, block: Block) -> None:
-        self.found_share = 1.0  # does not look at how much is found
-        super().insert(block)
-
-    def hit(self, block: Block, use: Use) -> None:
-        super().hit(block, use)
-        self.found_share = 1.0
