@@ -392,12 +392,13 @@ class Served:
     def __init__(self, model: str, policy: str, kv_tokens: int) -> None:
         self.engine = Engine(model, kv_tokens=kv_tokens, block_size=BLOCK, policy=policy)
         pool = self.engine.index.pool
-        # What is slow the first time (memory that was never written, say) belongs to no policy. The policy is made
-        # anew, so that it has not seen this.
+        # What is slow the first time belongs to no policy. Until all of the pool's memory has been written once, the
+        # system hands it out page by page, in the background for the first contexts, and requests wait for that.
+        pool.kv.zero_()
         ids = range(1_000, 1_000 + min(WARM_UP, pool.slots - REPLY[1]))
         self.engine.generate([*ids], SamplingParams(max_tokens=REPLY[1], temperature=0, ignore_eos=True))
         self.engine.clear_cache()
-        self.timed = Timed(POLICIES[policy](pool.blocks))
+        self.timed = Timed(POLICIES[policy](pool.blocks))  # anew: the engine's has seen the warm-up
         self.store = self.engine.index.store = Arrivals(self.timed)
         self.run = Run()
 

@@ -83,7 +83,9 @@ def check_pml(engine: Engine, text: str) -> None:
         engine.register(parse_schema(text, folder=ROOT / "examples"))
 
 
-@pytest.mark.parametrize("page", [*PAGES, "docs/how-it-works.md", "docs/server.md", "docs/performance.md"])
+@pytest.mark.parametrize(
+    "page", [*PAGES, "docs/how-it-works.md", "docs/server.md", "docs/performance.md", "docs/eviction.md"]
+)
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):

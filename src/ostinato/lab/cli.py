@@ -37,8 +37,9 @@ ostinato replay conversation.jsonl --policy lru,arc,opt --capacity 5%,10% --plot
 ostinato replay 'workload:chat?seed=1&requests=4000' recording.jsonl --json
 
 A trace is a file (an Ostinato recording, a Mooncake, Bailian, tau-bench or kv-cache-tester trace, a log of \
-OpenAI requests), a folder of kv-cache-tester sessions, or a made-up workload: workload:chat, workload:agentic, \
-workload:templated, workload:one-shot or workload:shift, with the options seed, requests, rate and named."""
+OpenAI requests), a folder of kv-cache-tester sessions, or a made-up workload: workload:balanced, workload:rag, \
+workload:polluted, workload:chat, workload:agentic, workload:templated, workload:one-shot or workload:shift, with the \
+options seed, requests, rate and named."""
 
 
 def replay(
