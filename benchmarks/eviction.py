@@ -426,15 +426,14 @@ def mixed_tables(results: Results, setup: Setup) -> str:
         f"Tokens hit, in per cent; {setup.requests:,} requests, {seeds_of(setup)}; the capacity is a share of the "
         "trace's different blocks. Bold: the best that does not know the future."
     ]
-    for mixes in (MIXED,):
-        columns = [(mix, share) for mix in mixes for share in SHARES]
-        parts += [
-            rates.table(columns),
-            "Against the classical policy of the highest mean in that cell, seed by seed, in points:",
-            rates.differences(columns),
-            "How much of the gap from LRU to OPT each closes, in per cent:",
-            rates.closed(columns),
-        ]
+    columns = [(mix, share) for mix in MIXED for share in SHARES]
+    parts += [
+        rates.table(columns),
+        "Against the classical policy of the highest mean in that cell, seed by seed, in points:",
+        rates.differences(columns),
+        "How much of the gap from LRU to OPT each closes, in per cent:",
+        rates.closed(columns),
+    ]
     return "\n\n".join(parts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from ostinato.cache.block import Block
 
@@ -29,6 +29,10 @@ class Queue:
         """Put `block`, new to the queue, last."""
         self._order[block] = None
 
+    def extend(self, blocks: Iterable[Block]) -> None:
+        """Put `blocks`, new to the queue, last."""
+        self._order.update(dict.fromkeys(blocks))
+
     def remove(self, block: Block) -> bool:
         """Take `block` out; False if it was not in."""
         if block in self._order:
@@ -39,10 +43,16 @@ class Queue:
             return True
         return False
 
-    def oldest(self) -> Iterator[Block]:
-        """The blocks in order, without those aside; the one that was given last may be removed."""
-        while self._order:
-            yield next(iter(self._order))
+    def take_unused_since(self, time: float) -> list[Block]:
+        """Take out the blocks at the front, without those aside, that were last used at `time` or before."""
+        taken: list[Block] = []
+        for block in self._order:
+            if block.use.time > time:
+                break
+            taken.append(block)
+        for block in taken:
+            del self._order[block]
+        return taken
 
     def first(self) -> Block | None:
         """The first block that can go."""
