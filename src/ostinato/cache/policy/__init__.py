@@ -53,4 +53,4 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
 }
 """Every policy that needs no knowledge of the future, by name; made for a cache of so many blocks."""
 
-DEFAULT_POLICY = "lru"
+DEFAULT_POLICY = "ostinato"
