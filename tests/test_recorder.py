@@ -43,7 +43,7 @@ def test_a_replay_hits_what_the_engine_hit(tiny_model: Path, tmp_path: Path) -> 
     file, blocks, random_ = tmp_path / "trace", 40, random.Random(5)
     hits: list[int] = []
     prompts: list[tuple[int, ...]] = []
-    with recording(tiny_model, file, blocks) as engine:
+    with recording(tiny_model, file, blocks, policy="lru") as engine:
         open_: list[tuple[int, ...]] = []
         for number in range(120):
             if open_ and random_.random() < 0.6:
