@@ -1,14 +1,17 @@
-"""The models of the tests, each made or loaded once for all."""
+"""The models of the tests, each made or loaded once for all, and a server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
 
 from families import build
 from ostinato import Engine
+from server_fixtures import DEADLINE, serving
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +34,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     build("llama", folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def url(exact_engine: Engine) -> Iterator[str]:
+    """A server whose replies are exact; files that want another one define their own."""
+    with serving(exact_engine) as url:
+        yield url
+
+
+@pytest.fixture
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=DEADLINE) as client:
+        yield client
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE) as client:
+        yield client

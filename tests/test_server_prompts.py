@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,25 +11,7 @@ import pytest
 
 from ostinato import Engine
 from schema_fixtures import BOMB, PROMPT, TRAVEL, cached, chat, find, named, post, put, refused
-from server_fixtures import CHAT, COMPLETIONS, DEADLINE, MODEL, serving
-
-
-@pytest.fixture(scope="module")
-def url(exact_engine: Engine) -> Iterator[str]:
-    with serving(exact_engine) as url:
-        yield url
-
-
-@pytest.fixture
-def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=DEADLINE) as client:
-        yield client
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE) as client:
-        yield client
+from server_fixtures import CHAT, COMPLETIONS, MODEL
 
 
 def test_modules_are_cached_whatever_stands_before_them(http: httpx.Client, client: openai.OpenAI) -> None:

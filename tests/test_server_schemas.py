@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,7 @@ from ostinato.cli import app
 from ostinato.prompt.pml import parse_schema
 from ostinato.prompt.schema import Module, Parameter, Schema, Text, Union
 from schema_fixtures import BOMB, PROMPT, TRAVEL, cached, chat, find, named, post, put, refused
-from server_fixtures import CHAT, DEADLINE, MODEL, serving
-
-
-@pytest.fixture(scope="module")
-def url(exact_engine: Engine) -> Iterator[str]:
-    with serving(exact_engine) as url:
-        yield url
-
-
-@pytest.fixture
-def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=DEADLINE) as client:
-        yield client
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE) as client:
-        yield client
+from server_fixtures import CHAT, DEADLINE, MODEL
 
 
 def test_a_schema_from_registration_to_removal(http: httpx.Client) -> None:

@@ -143,11 +143,9 @@ def test_a_changed_front_is_not_shared(tmp_path: Path) -> None:
     assert (shared(a, b), shared(changed, b), shared(a, changed)) == (2, 1, 1)
 
 
-def test_a_subagent_is_a_session_of_its_own(tmp_path: Path) -> None:
+def test_requests_within_a_request_are_a_session_of_their_own(tmp_path: Path) -> None:
     session = agent("a", (0, [1, 2], "text"))
-    session["requests"].append(
-        {"type": "subagent", "requests": agent("x", (3, [20, 21], "text"))["requests"]}
-    )
+    session["requests"].append({"type": "nested", "requests": agent("x", (3, [20, 21], "text"))["requests"]})
     path = tmp_path / "a.json"
     path.write_text(json.dumps(session))
     assert [r.session for r in read_trace(path).requests] == ["a", "a/1"]

@@ -34,8 +34,6 @@ class Block:
     """Work to recompute it, in tokens at the beginning of a prompt: attention makes later ones dearer."""
     use: Use = NOBODY
     """The latest use."""
-    behind: int = 0
-    """Blocks before it that were cached already when it was computed."""
     uses: int = 1
     """How many requests have used it, from its computation on."""
 

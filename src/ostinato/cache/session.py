@@ -6,8 +6,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ostinato.cache.use import TokenType, Use
-
 REMEMBERED = 65_536
 
 K = TypeVar("K")
@@ -26,32 +24,22 @@ class Sessions:
         self._tips: OrderedDict[bytes, str] = OrderedDict()
         """Key of a prompt's last full block -> its session; empty once a second request has continued it."""
         self._count = 0
-        self._now = 0.0
 
-    def begin(
-        self,
-        time: float,
-        keys: Sequence[bytes],
-        *,
-        name: str = "",
-        tokens: int = 0,
-        agentic: bool = False,
-        begins: TokenType = "text",
-        templated: bool = False,
-        scope: str = "public",
-    ) -> Use:
-        """The use of a request whose prompt has full blocks of these keys, in order."""
+    def turn(self, keys: Sequence[bytes], name: str) -> tuple[str, int]:
+        """The session, and the number of its turn, of a request whose prompt has full blocks of these keys, in order.
+
+        `name` is the client's, empty if it gave none.
+        """
         session = name or self._continued(keys)
         if not session:
             self._count += 1
             session = f"#{self._count}"
         turn = self._turns.pop(session, 0) + 1
         _remember(self._turns, session, turn)
-        self._now = max(self._now, time)
         if not name and keys:
             # Known already: the same prompt again, or shared text. Shared stays shared.
             _remember(self._tips, keys[-1], "" if self._tips.get(keys[-1]) == "" else session)
-        return Use(self._now, session, turn, tokens, agentic, begins, templated, scope=scope)
+        return session, turn
 
     def _continued(self, keys: Sequence[bytes]) -> str:
         for key in reversed(keys):

@@ -21,6 +21,7 @@ class Store:
         self.policy = policy
         self.blocks: dict[bytes, Block] = {}
         self.idle = 0
+        self._now = 0.0
         self._sessions = Sessions()
         self._retired = Queue()
 
@@ -40,16 +41,9 @@ class Store:
 
         `session` is the client's name for the session, empty if it gave none.
         """
-        use = self._sessions.begin(
-            time,
-            keys,
-            name=session,
-            tokens=tokens,
-            agentic=agentic,
-            begins=begins,
-            templated=templated,
-            scope=scope,
-        )
+        self._now = max(self._now, time)
+        session, turn = self._sessions.turn(keys, session)
+        use = Use(self._now, session, turn, tokens, agentic, begins, templated, scope=scope)
         self.policy.arrive(use)
         return use
 
@@ -61,7 +55,6 @@ class Store:
         parent = self.blocks.get(block.parent)
         if parent is not None:
             parent.children += 1
-            block.behind = parent.depth + 1 if parent.uses > 1 else parent.behind
         self.policy.insert(block)
 
     def acquire(self, block: Block, use: Use) -> None:

@@ -73,7 +73,7 @@ def _session(file: Path, session: dict[str, Any], start: float) -> Iterator[Trac
         blocks = _Blocks(session)
         entries: list[Any] = session["requests"]
         agents = [(blocks.name, entries)]
-    for name, entries in agents:  # sub-agents are found on the way
+    for name, entries in agents:  # agents that an agent started are found on the way
         before: list[int] = []
         replied = 0
         for place, entry in enumerate(entries, 1):

@@ -5,16 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ostinato.lab.trace import Trace, TraceRequest, in_order
-from ostinato.lab.traces.entries import (
-    fits,
-    hash_ids,
-    json_lines,
-    key_of,
-    number,
-    reading,
-    whole,
-    with_templates,
-)
+from ostinato.lab.traces.entries import json_lines, number, prompt, reading, with_templates
 
 BLOCK_SIZE = 16
 
@@ -28,8 +19,6 @@ def read_bailian(path: Path) -> Trace:
             chat, parent = int(entry["chat_id"]), int(entry["parent_chat_id"])
             # A parent from before the trace began is a root itself.
             root = roots[chat] = chat if parent < 0 else roots.get(parent, parent)
-            keys = tuple(map(key_of, hash_ids(entry)))
-            tokens = whole(entry, "input_length")
-            fits(tokens, len(keys), BLOCK_SIZE)
+            keys, tokens = prompt(entry, BLOCK_SIZE)
             requests.append(TraceRequest(number(entry, "timestamp"), keys, tokens, session=str(root)))
     return Trace(path.stem, BLOCK_SIZE, in_order(with_templates(requests)))

@@ -81,6 +81,14 @@ def key_of(number: int) -> bytes:
     return number.to_bytes(8, "little")
 
 
+def prompt(entry: dict[str, Any], block_size: int) -> tuple[tuple[bytes, ...], int]:
+    """The keys of `hash_ids` and the tokens of `input_length`, which must fit each other."""
+    keys = tuple(map(key_of, hash_ids(entry)))
+    tokens = whole(entry, "input_length")
+    fits(tokens, len(keys), block_size)
+    return keys, tokens
+
+
 def with_templates(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """Mark as templated whose first block others continue differently, where a trace has no types.
 

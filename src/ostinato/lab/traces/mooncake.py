@@ -5,16 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ostinato.lab.trace import Trace, TraceRequest, in_order
-from ostinato.lab.traces.entries import (
-    fits,
-    hash_ids,
-    json_lines,
-    key_of,
-    number,
-    reading,
-    whole,
-    with_templates,
-)
+from ostinato.lab.traces.entries import json_lines, number, prompt, reading, with_templates
 
 BLOCK_SIZE = 512
 
@@ -24,8 +15,6 @@ def read_mooncake(path: Path) -> Trace:
     requests: list[TraceRequest] = []
     for where, entry in json_lines(path):
         with reading(where):
-            keys = tuple(map(key_of, hash_ids(entry)))
-            tokens = whole(entry, "input_length")
-            fits(tokens, len(keys), BLOCK_SIZE)
+            keys, tokens = prompt(entry, BLOCK_SIZE)
             requests.append(TraceRequest(number(entry, "timestamp") / 1000, keys, tokens))
     return Trace(path.stem, BLOCK_SIZE, in_order(with_templates(requests)))
