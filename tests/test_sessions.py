@@ -77,6 +77,13 @@ def test_what_a_use_tells(engine: Engine, uses: list[Use]) -> None:
     assert [use.time for use in uses] == sorted(use.time for use in uses)
 
 
+def test_what_all_conversations_begin_with_continues_none(engine: Engine, uses: list[Use]) -> None:
+    """The model's template writes more than a block before a question that has less than one."""
+    for question in ("Hi", "And of the terns, what is known about their way over the sea?", "No", "So"):
+        engine.generate([{"role": "user", "content": question}], ONE)
+    assert [use.turn for use in uses] == [1, 1, 1, 1]
+
+
 @pytest.fixture(scope="module")
 def http(engine: Engine) -> Iterator[httpx.Client]:
     with serving(engine) as url, httpx.Client(base_url=url, timeout=DEADLINE) as client:
@@ -84,9 +91,7 @@ def http(engine: Engine) -> Iterator[httpx.Client]:
 
 
 def ask(http: httpx.Client, **fields: Any) -> None:
-    # Longer than the template's text: requests of other tests that are as short would be continued by this one.
-    content = "Who goes there, this late in the year, over the bridge and up the hill to the old mill? " * 2
-    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Who goes there?"}], "max_tokens": 1}
     assert http.post(CHAT, json=body | fields).status_code == 200
 
 

@@ -183,6 +183,6 @@ def test_a_prompt_begins_with_what_others_may_share() -> None:
     ]
     for spans, shared in cases:
         prompt = plain(*(Span((5,) * count, kind) for kind, count in spans))
-        assert sequence_of(prompt).begins_shared(16) is shared, spans
+        assert (sequence_of(prompt).shared_tokens >= 16) is shared, spans
     modules = Prompt((Chain((Span((5,)),)), Chain((Span((6,)),), 1, (View(0),))))
-    assert sequence_of(modules).begins_shared(16)
+    assert sequence_of(modules).shared_tokens == 0

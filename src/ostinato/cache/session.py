@@ -26,9 +26,10 @@ class Sessions:
         self._count = 0
 
     def turn(self, keys: Sequence[bytes], name: str) -> tuple[str, int]:
-        """The session, and the number of its turn, of a request whose prompt has full blocks of these keys, in order.
+        """The session, and the number of its turn, of a request.
 
-        `name` is the client's, empty if it gave none.
+        `keys` are those of its prompt's full blocks, in order, without the ones at the beginning that are not of
+        one conversation alone. `name` is the client's, empty if it gave none.
         """
         session = name or self._continued(keys)
         if not session:

@@ -31,6 +31,7 @@ class Store:
         keys: Sequence[bytes],
         *,
         session: str = "",
+        shared: int = 0,
         tokens: int = 0,
         agentic: bool = False,
         begins: TokenType = "text",
@@ -39,10 +40,11 @@ class Store:
     ) -> Use:
         """A request comes in whose prompt has full blocks of these `keys`. Returns what its blocks are used for.
 
-        `session` is the client's name for the session, empty if it gave none.
+        `session` is the client's name for the session, empty if it gave none. The first `shared` blocks hold nothing
+        that is of one conversation alone.
         """
         self._now = max(self._now, time)
-        session, turn = self._sessions.turn(keys, session)
+        session, turn = self._sessions.turn(keys[shared:], session)
         use = Use(self._now, session, turn, tokens, agentic, begins, templated, scope=scope)
         self.policy.arrive(use)
         return use

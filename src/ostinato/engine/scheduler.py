@@ -57,10 +57,11 @@ class Scheduler:
             sequence.arrived,
             sequence.last.chain(self.block_size),
             session=sequence.session,
+            shared=sequence.shared_tokens // self.block_size,
             tokens=sequence.prompt_tokens,
             agentic=sequence.has_kind("tools", "tool"),
             begins=sequence.chains[0].kind_of(0, self.block_size),
-            templated=sequence.begins_shared(self.block_size),
+            templated=len(sequence.chains) > 1 or sequence.shared_tokens >= self.block_size,
         )
         self.waiting.append(sequence)
 

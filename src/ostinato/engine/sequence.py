@@ -197,9 +197,15 @@ class Sequence:
         found = (chain.count_kinds(start, min(chain.cached, end)) for chain, start, end in self._seen())
         return sum(found, Counter[TokenType]())
 
-    def begins_shared(self, block_size: int) -> bool:
-        """Whether the prompt begins with at least a block that is not of one conversation alone."""
-        return len(self.chains) > 1 or SHARED.issuperset(self.last.count_kinds(0, block_size))
+    @property
+    def shared_tokens(self) -> int:
+        """How many tokens the last chain begins with that are not of one conversation alone."""
+        before = 0
+        for end, kind in self.last.kinds:
+            if kind not in SHARED:
+                return before
+            before = end
+        return before
 
     def has_kind(self, *kinds: TokenType) -> bool:
         return any(kind in kinds for chain in self.chains for _, kind in chain.kinds)
