@@ -45,7 +45,7 @@ from ostinato.models.tokenizer import Tokenizer
 from ostinato.models.weights import QuantTensor, content_hash, load_model_files
 from ostinato.native import kernels
 from ostinato.native.kernels import Kernels
-from ostinato.prompt.chat import encode_chat
+from ostinato.prompt.chat import Chat, encode_chat
 from ostinato.prompt.layout import Layout
 from ostinato.prompt.pml import is_prompt, parse_prompt
 from ostinato.prompt.registry import Registry, module_prompts
@@ -56,8 +56,8 @@ from ostinato.prompt.span import Prompt, Span, plain
 
 log = logging.getLogger(__name__)
 
-PromptLike = str | Text | Prompt | SchemaPrompt | Seq[int] | Seq[Mapping[str, object]]
-"""Plain text or PML, token ids, chat messages, a prompt over a schema, or a `Prompt`."""
+PromptLike = str | Text | Prompt | SchemaPrompt | Chat | Seq[int] | Seq[Mapping[str, object]]
+"""Plain text or PML, token ids, chat messages (with tools: `Chat`), a prompt over a schema, or a `Prompt`."""
 
 LINK_TOKENS = 16
 """Tokens of each module that mode `linked` computes anew (the knee of DESIGN's measurements)."""
@@ -368,10 +368,12 @@ class Engine:
             text = prompt.text if isinstance(prompt, Text) else prompt
             self._check_text(len(text.encode(errors="replace")))
             return plain(Span(tuple(self.tokenizer.encode(text))))
-        if prompt and all(isinstance(item, int) for item in prompt):
+        if not isinstance(prompt, Chat) and prompt and all(isinstance(item, int) for item in prompt):
             return plain(Span(tuple(prompt)))  # pyright: ignore[reportArgumentType]
-        self._check_text(sum(len(str(message)) for message in prompt))
-        return plain(*(Span(tuple(ids), kind) for ids, kind in encode_chat(self.tokenizer, prompt)))  # pyright: ignore[reportArgumentType]
+        chat = prompt if isinstance(prompt, Chat) else Chat(prompt)  # pyright: ignore[reportArgumentType]
+        self._check_text(sum(len(str(item)) for item in (*chat.messages, *chat.tools)))
+        encoded = encode_chat(self.tokenizer, chat.messages, tools=chat.tools)
+        return plain(*(Span(tuple(ids), kind) for ids, kind in encoded))
 
     # -- inside -----------------------------------------------------------------------------------------
 

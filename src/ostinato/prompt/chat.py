@@ -49,6 +49,14 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class Chat:
+    """A conversation with the tools that the model may call, both as in OpenAI's API."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
 class Segment:
     """A stretch of a rendered chat."""
 

@@ -1,0 +1,90 @@
+"""Scopes: who may reuse the KV of a span."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from ostinato.cache.keys import encode_fields
+
+Level = Literal["public", "org", "user", "session"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+"""From the widest to the narrowest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Those who may reuse what is computed in it.
+
+    `level` says how wide it is, the other fields whose it is: `org` alone for an organisation's, `org` and `user` for
+    a user's, and so on. A registered document or schema has a scope of its own (`resource`) within its level, so that
+    it can be forgotten alone, and be read by those only whom its grants name.
+    """
+
+    level: Level
+    org: str = ""
+    user: str = ""
+    session: str = ""
+    resource: str = ""
+
+    def encoded(self) -> bytes:
+        """Canonical bytes: no two scopes encode alike, whatever their names hold."""
+        fields = (self.level, self.org, self.user, self.session, self.resource)
+        return encode_fields(field.encode(errors="surrogatepass") for field in fields)
+
+    def __str__(self) -> str:
+        names = "/".join(name for name in (self.org, self.user, self.session, self.resource) if name)
+        return f"{self.level}:{names}" if names else self.level
+
+
+PUBLIC = Scope("public")
+
+
+def rank(level: Level) -> int:
+    """0 for the widest."""
+    return LEVELS.index(level)
+
+
+def narrower(a: Scope, b: Scope, *, otherwise: Scope) -> Scope:
+    """The scope of what is computed from both: the narrower one, or `otherwise` where neither lies in the other."""
+    if a == b:
+        return a
+    if rank(a.level) != rank(b.level):
+        return a if rank(a.level) > rank(b.level) else b
+    if not (a.resource and b.resource):
+        return a if a.resource else b
+    return narrower(otherwise, Scope(a.level, a.org, a.user, a.session), otherwise=otherwise)
+
+
+class Secrets(Protocol):
+    """The random 256-bit secret of each scope. Who has a scope's secret replaced can find none of its blocks again."""
+
+    def secret(self, scope: Scope) -> bytes:
+        """The secret of a scope, made when first asked for. Safe from any thread."""
+        ...
+
+    def replace(self, forgotten: Callable[[Scope], bool]) -> list[Scope]:
+        """Destroy the secrets of all scopes that `forgotten` holds for; those scopes are returned."""
+        ...
+
+
+class MemorySecrets:
+    """Secrets that end with the process, as its KV does."""
+
+    def __init__(self) -> None:
+        self._secrets: dict[Scope, bytes] = {}
+        self._lock = threading.Lock()
+
+    def secret(self, scope: Scope) -> bytes:
+        with self._lock:
+            return self._secrets.setdefault(scope, os.urandom(32))
+
+    def replace(self, forgotten: Callable[[Scope], bool]) -> list[Scope]:
+        with self._lock:
+            gone = [scope for scope in self._secrets if forgotten(scope)]
+            for scope in gone:
+                del self._secrets[scope]
+            return gone
