@@ -35,6 +35,13 @@ class Scope:
         fields = (self.level, self.org, self.user, self.session, self.resource)
         return encode_fields(field.encode(errors="surrogatepass") for field in fields)
 
+    def within(self, other: Scope) -> bool:
+        """Whether whoever may reuse what is in this scope may also reuse what is in the other."""
+        if rank(other.level) > rank(self.level):
+            return False
+        pairs = ((self.org, other.org), (self.user, other.user), (self.session, other.session))
+        return all(theirs in ("", ours) for ours, theirs in (*pairs, (self.resource, other.resource)))
+
     def __str__(self) -> str:
         names = "/".join(name for name in (self.org, self.user, self.session, self.resource) if name)
         return f"{self.level}:{names}" if names else self.level
@@ -48,15 +55,15 @@ def rank(level: Level) -> int:
     return LEVELS.index(level)
 
 
-def narrower(a: Scope, b: Scope, *, otherwise: Scope) -> Scope:
-    """The scope of what is computed from both: the narrower one, or `otherwise` where neither lies in the other."""
-    if a == b:
+def narrower(a: Scope, b: Scope, *, asker: Scope) -> Scope:
+    """The scope of what is computed from both: the narrower, or the asker's own where neither lies in the other."""
+    if a.within(b):
         return a
+    if b.within(a):
+        return b
     if rank(a.level) != rank(b.level):
         return a if rank(a.level) > rank(b.level) else b
-    if not (a.resource and b.resource):
-        return a if a.resource else b
-    return narrower(otherwise, Scope(a.level, a.org, a.user, a.session), otherwise=otherwise)
+    return asker
 
 
 class Secrets(Protocol):
