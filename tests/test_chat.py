@@ -15,6 +15,7 @@ from ostinato.errors import InvalidRequestError, ModelFormatError
 from ostinato.models.catalogue import resolve
 from ostinato.models.tokenizer import Tokenizer
 from ostinato.prompt.chat import DEFAULT_TEMPLATE, encode_chat, render_chat
+from ostinato.prompt.span import Span
 
 CHATML = DEFAULT_TEMPLATE
 TRIMMING = (
@@ -86,8 +87,8 @@ def reference(tokenizer: Tokenizer, template: str) -> Any:
     return made
 
 
-def flat(spans: list[tuple[list[int], Any]]) -> list[int]:
-    return [token_id for ids, _ in spans for token_id in ids]
+def flat(spans: list[Span]) -> list[int]:
+    return [token_id for span in spans for token_id in span.token_ids]
 
 
 def apply(
@@ -141,7 +142,7 @@ def test_kinds(smollm: Tokenizer) -> None:
     contents = [(segment.kind, segment.text) for segment in segments if segment.kind != "template"]
     assert contents == [("system", "Be brief."), ("user", "Hello"), ("assistant", "Yes"), ("tool", "42")]
     assert all(segment.is_template == (segment.kind == "template") for segment in segments)
-    kinds = [kind for _, kind in encode_chat(smollm, chat)]
+    kinds = [span.kind for span in encode_chat(smollm, chat)]
     assert kinds[:4] == ["template", "system", "template", "user"]
 
 
@@ -182,7 +183,7 @@ def test_chain_of_thought_in_a_content_is_a_kind(thought: str, smollm: Tokenizer
         chat, add_generation_prompt=True, tokenize=True, return_dict=False
     )
     assert flat(spans) == list(expected)
-    assert "reasoning" in {kind for _, kind in spans}
+    assert "reasoning" in {span.kind for span in spans}
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_chats_are_what_the_template_makes_of_them() -> None:
         byte_tokenizer(chat_template=GEMMA_LIKE),
     ]
     for tokenizer in tokenizers:
-        expected = [token for ids, _ in encode_chat(tokenizer, chat) for token in ids]
+        expected = [token for span in encode_chat(tokenizer, chat) for token in span.token_ids]
         for mode in MODES:
             resolved = resolve(layout(schema, tokenizer), prompt, mode=mode)
             assert [token for _, token in whole(resolved)] == expected

@@ -22,6 +22,7 @@ from rich.table import Column, Table
 from rich.tree import Tree
 
 from ostinato import __version__
+from ostinato.access.cli import AUDIT_EXAMPLES, audit, groups_app, issuers_app, keys_app
 from ostinato.cache.policy import DEFAULT_POLICY, POLICIES
 from ostinato.errors import InvalidRequestError, ModelNotFoundError, OstinatoError
 from ostinato.lab.cli import EXAMPLES, replay, train_predictor
@@ -469,6 +470,10 @@ def _print_quality(report: Report) -> None:
         Console().print(table)
 
 
+app.add_typer(keys_app, name="keys")
+app.add_typer(groups_app, name="groups")
+app.add_typer(issuers_app, name="issuers")
+app.command(epilog=AUDIT_EXAMPLES)(audit)
 app.command(epilog=EXAMPLES)(replay)
 lab_app = typer.Typer(no_args_is_help=True, help="Train and measure what the server uses.")
 app.add_typer(lab_app, name="lab")

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ostinato.access.scope import PUBLIC, Scope
 from ostinato.cache.use import NOBODY, TokenType, Use
+
+Lineage = frozenset[Scope | str]
+"""What KV was computed from and by: the scopes of all the text in its sight, and the ids of requests."""
+
+NEVER = float("inf")
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +42,16 @@ class Block:
     """The latest use."""
     uses: int = 1
     """How many requests have used it, from its computation on."""
+    scope: Scope = PUBLIC
+    """Who may reuse it."""
+    lineage: Lineage = frozenset()
+    """What must not be forgotten for it to stay."""
+    owner: Scope | None = None
+    """The only one who may reuse it until another has computed the same; None for everyone in the scope."""
+    expires: float = NEVER
+    """When it counts as forgotten, on the clock of its uses."""
+    secret: bool = False
+    """Whether its slots are to be erased when they are freed."""
 
 
 BREAK_EVEN = 4096

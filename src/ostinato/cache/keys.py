@@ -8,6 +8,7 @@ number has a fixed width, so that keys are equal across processes and machines.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
@@ -32,7 +33,9 @@ def model_fingerprint(
     return hashlib.sha256(b"ostinato model\0" + encode_fields(fields)).digest()
 
 
-def root_key(fingerprint: bytes, *, kind: str = "prefix", start: int = 0, context: bytes = b"") -> bytes:
+def root_key(
+    fingerprint: bytes, *, kind: str = "prefix", start: int = 0, context: bytes = b"", secret: bytes = b""
+) -> bytes:
     """Key of the attention context that a chain starts from.
 
     Args:
@@ -40,9 +43,11 @@ def root_key(fingerprint: bytes, *, kind: str = "prefix", start: int = 0, contex
         kind: "prefix" for an ordinary prompt.
         start: position of the chain's first token.
         context: what is guaranteed to be seen before `start`; empty for a prefix.
+        secret: of the chain's scope. Without it nobody can tell which blocks are cached in the scope, whatever
+            else is known.
     """
     fields = (fingerprint, kind.encode(), struct.pack("<Q", start), context)
-    return hashlib.sha256(b"ostinato root\0" + encode_fields(fields)).digest()
+    return hmac.digest(secret, b"ostinato root\0" + encode_fields(fields), "sha256")
 
 
 def block_key(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ostinato.access.scope import Scope
 from ostinato.cache.block import Block
 from ostinato.cache.index import Index
 
@@ -30,10 +31,17 @@ class Plan:
 
 
 def make_plan(
-    index: Index, root: bytes, keys: Sequence[bytes], token_ids: Sequence[int], *, limit: int
+    index: Index,
+    root: bytes,
+    keys: Sequence[bytes],
+    token_ids: Sequence[int],
+    *,
+    limit: int,
+    now: float = 0.0,
+    reader: Scope | None = None,
 ) -> Plan:
-    """Plan the prefill of one chain, reusing at most its first `limit` tokens."""
-    match = index.match(root, keys, token_ids, limit=limit)
+    """Plan the prefill of one chain, reusing at most its first `limit` tokens; `now` and `reader` as in `match`."""
+    match = index.match(root, keys, token_ids, limit, now=now, reader=reader)
     size = index.pool.block_size
     total_blocks = -(-len(token_ids) // size)
     return Plan(

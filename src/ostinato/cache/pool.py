@@ -86,6 +86,11 @@ class Pool:
         """Copy the KV of `count` slots, all layers, from slot `source` on to slot `target` on."""
         self.kv[:, :, :, target : target + count] = self.kv[:, :, :, source : source + count]
 
+    def erase(self, block: int) -> None:
+        """Overwrite the KV of a block."""
+        start = block * self.block_size
+        self.kv[:, :, :, start : start + self.block_size] = 0
+
     def _take(self, blocks: list[int]) -> None:
         for block in blocks:
             self._free[block] = 0

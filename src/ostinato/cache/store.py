@@ -31,20 +31,19 @@ class Store:
         keys: Sequence[bytes],
         *,
         session: str = "",
-        shared: int = 0,
         tokens: int = 0,
         agentic: bool = False,
         begins: TokenType = "text",
         templated: bool = False,
         scope: str = "public",
     ) -> Use:
-        """A request comes in whose prompt has full blocks of these `keys`. Returns what its blocks are used for.
+        """A request comes in. Returns what its blocks are used for.
 
-        `session` is the client's name for the session, empty if it gave none. The first `shared` blocks hold nothing
-        that is of one conversation alone.
+        `keys` are of its prompt's full blocks but for those at the beginning that are not of one conversation alone,
+        `session` is the client's name for the session, empty if it gave none.
         """
         self._now = max(self._now, time)
-        session, turn = self._sessions.turn(keys[shared:], session)
+        session, turn = self._sessions.turn(keys, session)
         use = Use(self._now, session, turn, tokens, agentic, begins, templated, scope=scope)
         self.policy.arrive(use)
         return use
@@ -101,12 +100,12 @@ class Store:
         return self._retired.first() or self.policy.victim()
 
     def remove(self, block: Block, *, evicted: bool) -> None:
-        """Forget a block that nobody uses and that has no children. `evicted`: for want of room."""
+        """Forget a block that has no children. `evicted`: for want of room, which takes one that nobody uses."""
         assert block.key is not None
-        assert not block.users
+        assert not (evicted and block.users)
         assert not block.children
         del self.blocks[block.key]
-        self.idle -= 1
+        self.idle -= not block.users
         if not (block.retired and self._retired.remove(block)):
             self.policy.remove(block, evicted=evicted)
         parent = self.blocks.get(block.parent)

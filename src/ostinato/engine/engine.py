@@ -21,6 +21,9 @@ from typing import TypedDict, Unpack
 
 import torch
 
+from ostinato.access.principal import LOCAL, Principal
+from ostinato.access.scope import Level, MemorySecrets, Scope, Secrets
+from ostinato.cache.block import NEVER, Lineage
 from ostinato.cache.index import Index
 from ostinato.cache.keys import model_fingerprint
 from ostinato.cache.policy import DEFAULT_POLICY, POLICIES
@@ -28,6 +31,8 @@ from ostinato.cache.pool import Pool
 from ostinato.cache.use import TokenType
 from ostinato.engine.attention import move
 from ostinato.engine.device import choose_device, choose_dtype, choose_kv_tokens
+from ostinato.engine.explain import Explainer, Explanation
+from ostinato.engine.grammar import Grammars
 from ostinato.engine.output import Output, Sink
 from ostinato.engine.predictor import Predictor
 from ostinato.engine.recorder import Recorder
@@ -35,7 +40,7 @@ from ostinato.engine.request import MAX_SESSION_NAME, Chunk, Reply, SamplingPara
 from ostinato.engine.runner import Runner
 from ostinato.engine.sampler import Sampler
 from ostinato.engine.scheduler import Scheduler, Work
-from ostinato.engine.sequence import Sequence, SequenceChain, sequence_chains
+from ostinato.engine.sequence import Sequence, SequenceChain, root_of, sequence_chains
 from ostinato.engine.stream import Stream, collect
 from ostinato.errors import EngineClosedError, InvalidRequestError, PromptTooLongError
 from ostinato.models import catalogue
@@ -52,6 +57,7 @@ from ostinato.prompt.registry import Registry, module_prompts
 from ostinato.prompt.report import cacheable
 from ostinato.prompt.resolve import ReuseMode, resolve
 from ostinato.prompt.schema import Schema, SchemaPrompt, Text
+from ostinato.prompt.scopes import Asker, scoped
 from ostinato.prompt.span import Prompt, Span, plain
 
 log = logging.getLogger(__name__)
@@ -74,7 +80,15 @@ class Options(TypedDict, total=False):
     """First tokens of each module that mode `linked` computes anew (16)."""
     session: str
     """The conversation or agent run that the request belongs to, which tells the cache what will be asked for again.
-    It never decides what may be reused."""
+    It never decides what others may reuse."""
+    principal: Principal
+    """Who asks; `LOCAL`, this process, if not given."""
+    scope: Level
+    """Who may reuse what the request computes, where nothing in the prompt says so ("user")."""
+    ttl: float
+    """Seconds since its latest use after which it counts as forgotten; without it, it stays until it is evicted."""
+    request_id: str
+    """A name to ask by for the request's explanation, and to forget it."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,14 @@ class EngineStats:
     """Requests that could not be written to the recording."""
 
 
+@dataclass(frozen=True)
+class Forgotten:
+    """What was taken away."""
+
+    blocks: int
+    tokens: int
+
+
 class Engine:
     """Generates text with a model and reuses the KV of whatever it has computed before.
 
@@ -116,6 +138,10 @@ class Engine:
         record: a file to write every request to, as a trace without text (see `ostinato.lab.trace`).
         predictor: a file of `ostinato lab train-predictor`, which foretells whether sessions come back. It goes on
             learning and is saved when the engine closes; a file that does not exist yet is begun.
+        secrets: of the scopes; by default they end with the process.
+        ttls: longest time to live of each scope, in seconds since the latest use.
+        release_once: what is computed in a scope of several users stays its first user's until another has computed
+            the same, so that nobody can sense what others wrote by asking for it once.
         progress: called with (bytes done, bytes in all) while the model is fetched, and while it loads.
 
     Raises:
@@ -137,6 +163,9 @@ class Engine:
         policy: str = DEFAULT_POLICY,
         record: Path | None = None,
         predictor: Path | None = None,
+        secrets: Secrets | None = None,
+        ttls: Mapping[Level, float] | None = None,
+        release_once: bool = False,
         progress: Progress | None = None,
     ) -> None:
         if policy not in POLICIES:
@@ -161,7 +190,10 @@ class Engine:
         self.predictor = predictor and Predictor.open(
             predictor, fingerprint=self.fingerprint, model=self.model_name, features=config.hidden_size
         )
-        self._chains = partial(sequence_chains, fingerprint=fingerprint, block_size=block_size)
+        self._fingerprint = fingerprint
+        self._secrets = secrets or MemorySecrets()
+        self._ttls = dict(ttls or {})
+        self._release_once = release_once
         self.schemas = Registry(self.tokenizer, self.max_model_len)
         compiled = kernels.load() if self._device.type == "cpu" else None
         backend = Backend(self._dtype, self._device, compiled, max_batch_tokens)
@@ -182,8 +214,10 @@ class Engine:
             first = min(pool.slots, 2 * config.context_length)
             threading.Thread(target=_populate, args=(compiled, pool, first), daemon=True).start()
         self.index = Index(pool, POLICIES[policy](blocks))
+        self._explainer = Explainer(self.index, self.tokenizer, policy, self._root)
         self.scheduler = Scheduler(
             self.index,
+            admitted=self._explainer.admitted,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
             move=partial(move, pool, [layer.attention for layer in decoder.layers], compiled),
@@ -191,6 +225,7 @@ class Engine:
         self._runner = Runner(decoder, pool)
         self._sampler = Sampler()
         self._stop_token_ids = frozenset(config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
+        self._grammars = Grammars(self.tokenizer, self._stop_token_ids)
         self._outputs: dict[Sequence, Output] = {}
         self._ids = itertools.count()
         self._totals = {"completion": 0, "finished": 0, "sessions": 0}
@@ -293,11 +328,43 @@ class Engine:
         self._put(lambda: done.put(self.index.clear()))
         return done.get()
 
-    def cached_tokens(self, prompt: Prompt) -> list[int]:
-        """How many tokens of each chain are cached now."""
+    def cached_tokens(self, prompt: Prompt, principal: Principal = LOCAL) -> list[int]:
+        """How many tokens of each chain are cached now, for that principal."""
         size, done = self.index.pool.block_size, queue.SimpleQueue[list[int]]()
-        asked = [(c.root, c.chain(size), c.token_ids, len(c.token_ids)) for c in self._chains(prompt)]
-        self._put(lambda: done.put([self.index.match(*each).tokens for each in asked]))
+        chains = [chain for chain in self._chains(prompt, Asker(principal)) if not chain.continues]
+        asked = [(c.root, c.chain(size), c.token_ids, len(c.token_ids)) for c in chains]
+        now, reader = time.perf_counter(), principal.scope("user")
+        self._put(
+            lambda: done.put([self.index.match(*each, now=now, reader=reader).tokens for each in asked])
+        )
+        return done.get()
+
+    def explain(self, request_id: str, principal: Principal = LOCAL) -> Explanation | None:
+        """What became of a request's prompt in the cache; None if that principal made no such request lately."""
+        return self._explainer.get(request_id, principal.scope("user"))
+
+    def forget(self, scopes: Callable[[Scope], bool], request_id: str = "") -> Forgotten:
+        """Take away, erase and make unreachable all KV of some scopes, or of a request, and all computed from it.
+
+        The scopes' secrets are replaced, so that nothing kept anywhere under the old ones can be found again. Requests
+        in flight go on; what they compute from it is not kept.
+        """
+        self._secrets.replace(scopes)
+
+        def forgotten(lineage: Lineage) -> bool:
+            return any(
+                scopes(each) if isinstance(each, Scope) else bool(request_id) and each == request_id
+                for each in lineage
+            )
+
+        done: queue.SimpleQueue[Forgotten] = queue.SimpleQueue()
+
+        def forget() -> None:
+            blocks = self.scheduler.forget(forgotten)
+            self._explainer.forget(forgotten)
+            done.put(Forgotten(len(blocks), sum(block.size for block in blocks)))
+
+        self._put(forget)
         return done.get()
 
     def close(self) -> None:
@@ -316,7 +383,12 @@ class Engine:
         self.close()
 
     def register(
-        self, schema: Schema | str | Path, *, encode: bool = False, progress: Progress | None = None
+        self,
+        schema: Schema | str | Path,
+        *,
+        encode: bool = False,
+        principal: Principal = LOCAL,
+        progress: Progress | None = None,
     ) -> Layout:
         """Make a schema known: PML text, the path of a PML file, or a `Schema`. A known name is replaced.
 
@@ -332,7 +404,8 @@ class Engine:
         if encode:
             prompts = module_prompts(laid_out.schema)
             for done, prompt in enumerate(prompts, start=1):
-                self.generate(resolve(laid_out, prompt).prompt, SamplingParams(max_tokens=1, temperature=0))
+                resolved = resolve(laid_out, prompt).prompt
+                self.generate(resolved, SamplingParams(max_tokens=1, temperature=0), principal=principal)
                 if progress is not None:
                     progress(done, len(prompts))
         replaced = self.schemas.register(laid_out)
@@ -347,13 +420,20 @@ class Engine:
     def _retire(self, laid_out: Layout) -> None:
         """Evict the states of a schema first; those that the schema's new version uses too survive their next use."""
         _, prompt = cacheable(laid_out)
-        keys = [key for chain in self._chains(prompt) for key in chain.chain(self.index.pool.block_size)]
+        keys = [
+            key for chain in self._chains(prompt, Asker()) for key in chain.chain(self.index.pool.block_size)
+        ]
         self._put(partial(self.index.store.retire, keys))
 
     def encode(
-        self, prompt: PromptLike, *, mode: ReuseMode = "modular", link_tokens: int = LINK_TOKENS
+        self,
+        prompt: PromptLike,
+        *,
+        mode: ReuseMode = "modular",
+        link_tokens: int = LINK_TOKENS,
+        level: Level = "user",
     ) -> Prompt:
-        """The prompt as chains of tokens.
+        """The prompt as chains of tokens, `level` being the scope of what names none.
 
         Text is taken as it stands, unless it is a PML prompt (`Text` never is one); chat messages go through
         the model's template; what names a schema is laid out by it.
@@ -372,8 +452,7 @@ class Engine:
             return plain(Span(tuple(prompt)))  # pyright: ignore[reportArgumentType]
         chat = prompt if isinstance(prompt, Chat) else Chat(prompt)  # pyright: ignore[reportArgumentType]
         self._check_text(sum(len(str(item)) for item in (*chat.messages, *chat.tools)))
-        encoded = encode_chat(self.tokenizer, chat.messages, tools=chat.tools)
-        return plain(*(Span(tuple(ids), kind) for ids, kind in encoded))
+        return plain(*encode_chat(self.tokenizer, chat.messages, tools=chat.tools, default=level))
 
     # -- inside -----------------------------------------------------------------------------------------
 
@@ -386,6 +465,10 @@ class Engine:
         session: str = "",
         mode: ReuseMode = "modular",
         link_tokens: int = LINK_TOKENS,
+        principal: Principal = LOCAL,
+        scope: Level = "user",
+        ttl: float | None = None,
+        request_id: str = "",
     ) -> Sequence:
         """Tokenise and check a request that came in at `arrived`."""
         params = params or SamplingParams()
@@ -394,7 +477,10 @@ class Engine:
                 f"The session's name has {len(session)} characters; {MAX_SESSION_NAME} is the limit.",
                 param="session",
             )
-        encoded = self.encode(prompt, mode=mode, link_tokens=link_tokens)
+        # A name is the client's: its hash can neither be read in a log nor be that of a session without a name.
+        named = session and hashlib.sha256(session.encode(errors="surrogatepass")).hexdigest()
+        asker = Asker(principal, named, scope, ttl, self._ttls)
+        encoded = self.encode(prompt, mode=mode, link_tokens=link_tokens, level=scope)
         vocab = self.config.vocab_size
         if not encoded.chains[-1].token_ids:
             raise InvalidRequestError("The prompt is empty: send at least one token.", param="prompt")
@@ -404,14 +490,33 @@ class Engine:
             raise InvalidRequestError(
                 f"logit_bias names a token id outside 0 to {vocab - 1}.", param="logit_bias"
             )
-        chains = self._chains(encoded)
+        chains = self._chains(encoded, asker)
         room = min(self._context_room(chains), self._pool_room(chains))
         if room < 1:
             raise self._too_long(f"The prompt has {len(encoded.token_ids)} tokens")
         sequence = Sequence(next(self._ids), chains, params, min(params.max_tokens or room, room), arrived)
-        # A name is the client's: its hash can neither be read in a log nor be that of a session without a name.
-        sequence.session = session and hashlib.sha256(session.encode(errors="surrogatepass")).hexdigest()
+        if params.grammar is not None:
+            sequence.matcher = self._grammars.matcher(params.grammar)
+        sequence.session, sequence.asker = named, principal.scope("user")
+        sequence.request_id = request_id or f"req-{sequence.id}"
         return sequence
+
+    def _chains(self, prompt: Prompt, asker: Asker) -> list[SequenceChain]:
+        """The chains of a prompt, each in one scope and keyed under its secret."""
+        size = self.index.pool.block_size
+        chains = sequence_chains(
+            scoped(prompt, asker, smallest=size), self._fingerprint, size, self._secrets.secret
+        )
+        if self._release_once:
+            for chain in chains:
+                # What is registered, or the server's own text, is no secret of who happens to use it first.
+                written = any(kind != "template" for _, kind in chain.kinds)
+                if chain.scope.level in ("public", "org") and not chain.scope.resource and written:
+                    chain.owner = asker.principal.scope("user")
+        return chains
+
+    def _root(self, origin: tuple[str, int, bytes], scope: Scope) -> bytes:
+        return root_of(self._fingerprint, origin, self._secrets.secret(scope))
 
     def _context_room(self, chains: list[SequenceChain]) -> int:
         """Positions left after the last chain."""
@@ -441,7 +546,8 @@ class Engine:
 
     def _enqueue(self, sequence: Sequence, sink: Sink) -> None:
         params = sequence.params
-        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_token_ids)
+        runs_on = params.ignore_eos and params.grammar is None
+        stop = frozenset(params.stop_token_ids) | (frozenset() if runs_on else self._stop_token_ids)
         self._put(partial(self._add, sequence, Output(sequence, self.tokenizer, stop, sink)))
 
     def _put(self, call: Callable[[], None]) -> None:
@@ -454,7 +560,7 @@ class Engine:
     def _warm(self) -> None:
         """Compute once, so that the first request does not pay for the libraries' own start."""
         for tokens in (min(32, self.max_model_len), 1):
-            chains = self._chains(plain(Span((0,) * tokens)))
+            chains = self._chains(plain(Span((0,) * tokens)), Asker())
             sequence = Sequence(-1, chains, SamplingParams(), 1)
             sequence.last.blocks = self.index.allocate(-(-tokens // self.index.pool.block_size))
             self._runner.run([Work(sequence, tokens)])
@@ -477,9 +583,13 @@ class Engine:
             self.predictor.close()
 
     def _read_inbox(self) -> None:
-        """Run what other threads asked for; with nothing else to do, wait for it."""
+        """Run what other threads asked for; with nothing else to do, wait for it, or for what expires next."""
         if not self._outputs and not self._closed:
-            self._inbox.get()()
+            expiry = self.index.next_expiry - time.perf_counter()
+            try:
+                self._inbox.get(timeout=None if expiry == NEVER else max(0.01, expiry))()
+            except queue.Empty:
+                self.index.sweep(time.perf_counter())
         while not self._inbox.empty():
             self._inbox.get()()
 
@@ -501,6 +611,8 @@ class Engine:
 
     def _add(self, sequence: Sequence, output: Output) -> None:
         self._outputs[sequence] = output
+        if any(self._secrets.secret(chain.scope) != chain.secret for chain in sequence.chains):
+            self.scheduler.keep_nothing(sequence)  # forgotten since it was prepared
         self.scheduler.add(sequence)
         self._totals["sessions"] += sequence.use.turn == 1
         if self._recorder is not None:

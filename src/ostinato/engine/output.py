@@ -26,6 +26,11 @@ class Output:
         self._decoder = IncrementalDecoder(tokenizer)
         self._stop_token_ids = stop_token_ids
         self._stop = StopStrings(sequence.params)
+        self._markers = {
+            token: marker
+            for marker in sequence.params.markers
+            if (token := tokenizer.token_id(marker)) in tokenizer.special_ids
+        }
         self._started = self._first = 0.0
 
     def started(self) -> None:
@@ -35,17 +40,20 @@ class Output:
     def add(self, sampled: Sampled) -> FinishReason | None:
         """Take the next token and hand on what can be read. Returns why the reply ended, if it did."""
         sequence = self._sequence
+        if sampled.error is not None:
+            self.sink(sampled.error)
+            return "cancelled"
         self._first = self._first or time.perf_counter()
         reason: FinishReason | None = None
         if sampled.token_id in self._stop_token_ids:
-            text, reason = self._stop.add(self._decoder.finish())[0] + self._stop.rest(), "stop"
+            text, reason = self._rest(), "stop"
         else:
-            text, stopped = self._stop.add(self._decoder.add(sampled.token_id))
-            if stopped:
+            text = self._stop.add(self._text(sampled.token_id))
+            if self._stop.found is not None:
                 reason = "stop"
-            elif sequence.generated >= sequence.max_tokens:
-                text += self._stop.add(self._decoder.finish())[0] + self._stop.rest()
-                reason = "length"
+            elif sampled.ends or sequence.generated >= sequence.max_tokens:
+                text += self._rest()
+                reason = "stop" if sampled.ends else "length"
         self._hand_on(text, (sampled,), reason)
         return reason
 
@@ -54,6 +62,13 @@ class Output:
 
     def failed(self, error: Exception) -> None:
         self.sink(error)
+
+    def _text(self, token_id: int) -> str:
+        return self._markers.get(token_id) or self._decoder.add(token_id)
+
+    def _rest(self) -> str:
+        """What was held back, once nothing more will come."""
+        return self._stop.add(self._decoder.finish()) + self._stop.rest()
 
     def _hand_on(self, text: str, sampled: tuple[Sampled, ...], reason: FinishReason | None) -> None:
         sequence = self._sequence
@@ -65,7 +80,7 @@ class Output:
             total=now - sequence.arrived,
         )
         logprobs = () if sequence.params.logprobs is None else tuple(self._logprob(s) for s in sampled)
-        self.sink(Chunk(text, tuple(s.token_id for s in sampled), usage, timing, reason, logprobs))
+        self.sink(Chunk(text, tuple(s.token_id for s in sampled), usage, timing, reason, logprobs, self._stop.found))
 
     def _logprob(self, sampled: Sampled) -> TokenLogprob:
         top = tuple(self._named(token, logprob) for token, logprob in sampled.top)
@@ -82,20 +97,23 @@ class StopStrings:
     def __init__(self, params: SamplingParams) -> None:
         self._stops = params.stop
         self._held = ""
+        self.found: str | None = None
+        """The stop string that was found: nothing that comes behind it is shown."""
 
-    def add(self, text: str) -> tuple[str, bool]:
-        """Take more text. Returns what may be shown, and whether a stop string ended it."""
+    def add(self, text: str) -> str:
+        """Take more text. Returns what of it, and of what was held back, may be shown."""
         if not self._stops:
-            return text, False
+            return text
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            shown, self._held = self._held[: min(found)], ""
-            return shown, True
+            at, self.found = min(found)
+            shown, self._held = self._held[:at], ""
+            return shown
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep
         shown, self._held = self._held[:cut], self._held[cut:]
-        return shown, False
+        return shown
 
     def rest(self) -> str:
         """What was held back, once nothing more will come."""

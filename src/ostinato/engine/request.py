@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ostinato.engine.grammar import Grammar
 from ostinato.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -20,7 +21,9 @@ class SamplingParams:
 
     `max_tokens=None` runs to the end of the context. `temperature=0` is greedy. `top_k=0` and
     `top_p=1` are off. `logprobs=k` returns the chosen token's log-probability and the k most
-    likely; `None` returns none. `stop` strings are cut from the text.
+    likely; `None` returns none. `stop` strings are cut from the text. A reply in a `grammar` has its form
+    unless it is cut by `max_tokens` or a stop; `ignore_eos` does not apply to it. `markers` are special tokens
+    whose strings stay in the text.
     """
 
     max_tokens: int | None = None
@@ -37,6 +40,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    grammar: Grammar | None = None
+    markers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, must: str) -> None:
@@ -94,6 +99,8 @@ class Chunk:
     timing: Timing
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    stop: str | None = None
+    """The stop string that ended the reply."""
 
 
 @dataclass(frozen=True)
@@ -106,3 +113,5 @@ class Reply:
     usage: Usage
     timing: Timing
     logprobs: tuple[TokenLogprob, ...] = ()
+    stop: str | None = None
+    """The stop string that ended it, if one did."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ostinato.engine.grammar import GrammarError
 from ostinato.engine.request import SamplingParams
 from ostinato.engine.sequence import Sequence
 
@@ -20,6 +23,10 @@ class Sampled:
     token_id: int
     logprob: float = 0.0
     top: tuple[tuple[int, float], ...] = ()
+    ends: bool = False
+    """The reply's grammar ends with it."""
+    error: GrammarError | None = None
+    """Why no token could be chosen."""
 
 
 class Sampler:
@@ -36,13 +43,29 @@ class Sampler:
         """Choose one token for each row of `logits`, [sequences, vocab] float32."""
         # One argmax for the whole batch: most rows are greedy, and the others need it not at all.
         best = _argmax(logits)
-        return [self._one(logits[i], best[i], sequence) for i, sequence in enumerate(sequences)]
+        return [self._try(logits[i], best[i], sequence) for i, sequence in enumerate(sequences)]
 
-    def _one(self, logits: Tensor, best: int, sequence: Sequence) -> Sampled:
+    def _try(self, logits: Tensor, best: int, sequence: Sequence) -> Sampled:
+        matcher = sequence.matcher
+        if matcher is None:
+            return self._one(logits, best, sequence, None)
+        try:
+            sampled = self._one(logits, best, sequence, matcher.mask())
+        except GrammarError as error:
+            return Sampled(best, error=error)
+        matcher.take(sampled.token_id)
+        return replace(sampled, ends=matcher.ended)
+
+    def _one(
+        self, logits: Tensor, best: int, sequence: Sequence, allowed: NDArray[np.bool_] | None
+    ) -> Sampled:
         params = sequence.params
         adjusted = _penalised(logits, sequence)
+        best_stands = adjusted is logits and (allowed is None or bool(allowed[best : best + 1].any()))
+        if allowed is not None and not (best_stands and params.temperature == 0.0):
+            adjusted = _masked(adjusted, allowed)
         if params.temperature == 0.0:
-            token = best if adjusted is logits else int(adjusted.argmax())
+            token = best if best_stands else int(adjusted.argmax())
         else:
             stream = self._streams.get(sequence.id)
             if stream is None:
@@ -86,6 +109,14 @@ def _penalised(logits: Tensor, sequence: Sequence) -> Tensor:
         biased = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[biased] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
     return logits
+
+
+def _masked(logits: Tensor, allowed: NDArray[np.bool_]) -> Tensor:
+    """Logits of the tokens that are allowed; the others cannot be drawn."""
+    masked = torch.full_like(logits, -torch.inf)
+    kept = torch.from_numpy(np.flatnonzero(allowed[: len(logits)])).to(logits.device)
+    masked[kept] = logits[kept]
+    return masked
 
 
 def _draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:

@@ -7,11 +7,13 @@ between the oldest sequence and the shortest ones, so a long prompt neither star
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from ostinato.cache.block import Block
+from ostinato.access.scope import Scope
+from ostinato.cache.block import Block, Lineage
 from ostinato.cache.index import Index
 from ostinato.cache.plan import Plan, make_plan
 from ostinato.engine.sequence import Sequence, SequenceChain
@@ -33,12 +35,26 @@ class Work:
 Move = Callable[[list[int], list[int], int], None]
 """Copies the KV of source slots to target slots, turned by that many positions."""
 
+Admitted = Callable[[Sequence, Seq[SequenceChain], Seq[Plan]], None]
+"""Told of each sequence when it is first admitted, before anything that its plans need is evicted."""
+
 
 class Scheduler:
     """Owns the waiting and running sequences and their blocks."""
 
-    def __init__(self, index: Index, *, max_batch_tokens: int, max_sequences: int, move: Move) -> None:
+    def __init__(
+        self,
+        index: Index,
+        *,
+        max_batch_tokens: int,
+        max_sequences: int,
+        move: Move,
+        admitted: Admitted | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.index = index
+        self._admitted = admitted
+        self._clock = clock
         self._move = move
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
@@ -55,18 +71,19 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         sequence.use = self.index.store.begin(
             sequence.arrived,
-            sequence.last.chain(self.block_size),
+            sequence.own_keys(self.block_size),
             session=sequence.session,
-            shared=sequence.shared_tokens // self.block_size,
             tokens=sequence.prompt_tokens,
             agentic=sequence.has_kind("tools", "tool"),
             begins=sequence.chains[0].kind_of(0, self.block_size),
-            templated=len(sequence.chains) > 1 or sequence.shared_tokens >= self.block_size,
+            templated=sequence.has_modules or sequence.shared_tokens >= self.block_size,
+            scope=sequence.last.scope.level,
         )
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Work]:
         """Choose the next step's work; every sequence in it has blocks for the tokens it computes."""
+        self.index.sweep(self._clock())
         self._admit()
         self._grow()
         # Those that look at the same KV stand side by side, so that it is read once for all of them.
@@ -104,13 +121,35 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
+    def forget(self, forgotten: Callable[[Lineage], bool]) -> list[Block]:
+        """Take away what is `forgotten`. Requests that have to do with it go on, and nothing they compute is kept."""
+        blocks = self.index.forget(forgotten)
+        taken = set(blocks)
+        for sequence in (*self.waiting, *self.running):
+            own = frozenset[Scope | str]().union(
+                {sequence.request_id}, *({chain.scope, *chain.lineage} for chain in sequence.chains)
+            )
+            held = (block for chain in sequence.chains for block in chain.blocks)
+            if forgotten(own) or not taken.isdisjoint(held):
+                self.keep_nothing(sequence)
+        return blocks
+
+    def keep_nothing(self, sequence: Sequence) -> None:
+        """Nothing that the sequence computes from now on can be found, and its KV is erased when it ends."""
+        sequence.kept = False
+        for chain in sequence.chains:
+            for block in chain.blocks[chain.published :]:
+                block.secret = True
+            for key in chain.keys[chain.published :]:
+                self._stop_computing(sequence, key)
+
     def _admit(self) -> None:
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_sequences:
                 return
             self._skip_sources(sequence)
             chains = [chain for chain in sequence.chains if not chain.skipped]
-            if any(self._awaits_other(chain) for chain in chains):
+            if any(self._awaits_other(sequence, chain) for chain in chains):
                 continue
             plans = [self._plan(sequence, chain) for chain in chains]
             if not self._fits(plans):
@@ -148,7 +187,16 @@ class Scheduler:
     def _plan(self, sequence: Sequence, chain: SequenceChain) -> Plan:
         # The logits of the very last token are needed, so it is always computed.
         limit = len(chain.token_ids) - (chain is sequence.last)
-        return make_plan(self.index, chain.root, chain.chain(self.block_size), chain.token_ids, limit=limit)
+        keys = chain.chain(self.block_size)
+        return make_plan(
+            self.index,
+            chain.root,
+            keys,
+            chain.token_ids,
+            limit=limit,
+            now=self._clock(),
+            reader=sequence.asker,
+        )
 
     def _fits(self, plans: list[Plan]) -> bool:
         """Whether there is room, with one block for each running sequence, or the next step would preempt."""
@@ -156,29 +204,38 @@ class Scheduler:
         wanted = sum(plan.new_blocks for plan in plans) + len(self.running)
         return wanted <= self.index.available_blocks - len(idle)
 
-    def _awaits_other(self, chain: SequenceChain) -> bool:
-        """True if the first block that is not cached is being computed by a running sequence."""
+    def _awaits_other(self, sequence: Sequence, chain: SequenceChain) -> bool:
+        """True if the first block that is not cached is being computed by a running sequence, for this one too."""
         keys = chain.chain(self.block_size)
         missing = next((key for key in keys if key not in self.index), None)
-        return missing is not None and missing in self._computing
+        other = None if missing is None else self._computing.get(missing)
+        return other is not None and (chain.owner is None or other.asker == sequence.asker)
 
     def _start(self, sequence: Sequence, chains: list[SequenceChain], plans: list[Plan]) -> None:
-        for plan in plans:  # all of them before the first allocation, which may evict
+        now = sequence.use.time
+        for chain, plan in zip(
+            chains, plans, strict=True
+        ):  # all of them before the first allocation, which may evict
+            end = 0
             for block in plan.touched:
-                self.index.acquire(block, sequence.use)
+                end += block.size
+                self.index.acquire(block, sequence.use, now + chain.ttl(end))
         if not sequence.admitted:
             self._miss(sequence, chains, plans)
-        for chain, plan in zip(chains, plans, strict=True):
-            self._start_chain(sequence, chain, plan)
-            if not sequence.admitted:
+            for chain, plan in zip(chains, plans, strict=True):
                 # Of a moved chain, what need not be computed at its home counts too.
                 at_home = 0 if chain.source is None else chain.source.cached
                 chain.cached = max(plan.cached_tokens, at_home)
+            if self._admitted is not None:
+                self._admitted(sequence, chains, plans)
+        for chain, plan in zip(chains, plans, strict=True):
+            chain.lineage = _lineage(sequence, chain, plan)
+            self._start_chain(sequence, chain, plan)
         sequence.admitted = True
         self.waiting.remove(sequence)
         self.running.append(sequence)
         self.running.sort(key=lambda s: s.id)
-        for chain in chains:
+        for chain in chains if sequence.kept else ():
             for key in chain.keys[chain.published :]:
                 self._computing.setdefault(key, sequence)
         self._move_chains(sequence)
@@ -199,6 +256,8 @@ class Scheduler:
             size = self.block_size
             self.index.pool.copy_slots(plan.copied.number * size, new[0].number * size, plan.copied_tokens)
             self.index.release([plan.copied], sequence.use)
+        for block in new:
+            block.secret = not sequence.kept
         chain.blocks = [*plan.reused, *new]
         chain.forget_runs()
         chain.published = len(plan.reused)
@@ -211,6 +270,7 @@ class Scheduler:
             while sequence in self.running and len(last.token_ids) > len(last.blocks) * self.block_size:
                 if self.index.available_blocks:
                     last.blocks += self.index.allocate(1, after=last.blocks[-1].number)
+                    last.blocks[-1].secret = not sequence.kept
                 else:
                     self._preempt(self.running[-1])
 
@@ -227,12 +287,12 @@ class Scheduler:
         done = chain.computed // size
         if chain.fixed and not chain.remaining:
             done = len(chain.blocks)
-        if done == chain.published:
+        if done == chain.published or not sequence.kept:
             return
         chain.chain(size)
         for i in range(chain.published, done):
             tokens = chain.token_ids[i * size : (i + 1) * size]
-            chain.describe(i, size)
+            self._describe(sequence, chain, i)
             block = self.index.publish(chain.blocks[i], chain.parent_key(i), tokens, sequence.use)
             if block is not chain.blocks[i]:
                 chain.blocks[i] = block
@@ -249,8 +309,8 @@ class Scheduler:
         blocks: list[Block] = chain.blocks[: chain.published]
         rest = chain.blocks[chain.published :]
         tail = chain.token_ids[chain.published * size : chain.computed]
-        if tail:
-            chain.describe(chain.published, size)
+        if tail and sequence.kept:
+            self._describe(sequence, chain, chain.published)
             parent = chain.parent_key(chain.published)
             kept = self.index.publish_tail(rest.pop(0), parent, tail, sequence.use)
             if kept is not None:
@@ -262,9 +322,23 @@ class Scheduler:
         chain.forget_runs()
         chain.published = chain.computed = 0
 
+    def _describe(self, sequence: Sequence, chain: SequenceChain, number: int) -> None:
+        size = self.block_size
+        chain.describe(number, size)
+        end = min((number + 1) * size, len(chain.token_ids))
+        chain.blocks[number].expires = sequence.use.time + chain.ttl(end)
+
     def _stop_computing(self, sequence: Sequence, key: bytes) -> None:
         if self._computing.get(key) is sequence:
             del self._computing[key]
+
+
+def _lineage(sequence: Sequence, chain: SequenceChain, plan: Plan) -> Lineage:
+    """What the chain's KV is computed from: its own text, what it sees, and what computed the cached beginning."""
+    seen = [sequence.chains[view.chain].lineage for view in chain.sees]
+    found = [block.lineage for block in (*plan.reused[-1:], *((plan.copied,) if plan.copied else ()))]
+    source = [chain.source.lineage] if chain.source else []
+    return frozenset((chain.scope, sequence.request_id)).union(*seen, *found, *source)
 
 
 def _what_it_reads(sequence: Sequence) -> tuple[int, int]:

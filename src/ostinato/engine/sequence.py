@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ostinato.cache.block import Block
+from ostinato.access.scope import PUBLIC, Scope
+from ostinato.cache.block import NEVER, Block, Lineage
 from ostinato.cache.keys import chain_keys, encode_fields, root_key
 from ostinato.cache.pool import Run
 from ostinato.cache.use import NOBODY, TokenType, Use
+from ostinato.engine.grammar import Matcher
 from ostinato.engine.request import SamplingParams
 from ostinato.prompt.span import Chain, Prompt, View
 
@@ -43,6 +46,19 @@ class SequenceChain:
     keys: list[bytes] = field(default_factory=list[bytes])
     kinds: tuple[tuple[int, TokenType], ...] = ()
     """Where each span ends, in tokens, and what it is; what comes behind them was generated."""
+    scope: Scope = PUBLIC
+    secret: bytes = b""
+    """The scope's, when the root was made."""
+    ttls: tuple[tuple[int, float | None], ...] = ()
+    """Where each span ends, and how long its KV may stay after its latest use; the last holds for all behind it."""
+    continues: bool = False
+    """Whether it only goes on where the chain before it ends, in another scope."""
+    owner: Scope | None = None
+    """Who alone may reuse what it computes, until somebody else has computed the same."""
+    lineage: Lineage = frozenset()
+    """What its KV is computed from, known once it is admitted."""
+    origin: tuple[str, int, bytes] = ("prefix", 0, b"")
+    """Kind, start and context of the root."""
     _runs: list[Run] = field(default_factory=list[Run])
     _runs_blocks: int = 0
 
@@ -117,6 +133,14 @@ class SequenceChain:
         described = self.blocks[block]
         described.kind, described.depth = self.kind_of(block, block_size), block
         described.offset = self.start + block * block_size
+        described.scope, described.lineage, described.owner = self.scope, self.lineage, self.owner
+
+    def ttl(self, end: int) -> float:
+        """How long KV may stay that the token before number `end` is the last of."""
+        for span_end, ttl in self.ttls:
+            if end <= span_end or span_end == self.ttls[-1][0]:
+                return NEVER if ttl is None else ttl
+        return NEVER
 
     def forget_runs(self) -> None:
         """Call after replacing or dropping blocks."""
@@ -146,8 +170,15 @@ class Sequence:
     admitted: bool = False
     session: str = ""
     """The conversation or agent run that this belongs to; empty if the client named none."""
+    request_id: str = ""
+    asker: Scope | None = None
+    """The user whose request it is."""
+    kept: bool = True
+    """False once something in it is forgotten: nothing that it computes is kept."""
     use: Use = NOBODY
     """Set when the sequence is handed to the scheduler."""
+    matcher: Matcher | None = None
+    """How far the reply has come in its grammar, if it has one. A preemption does not change it."""
     _last_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -187,25 +218,49 @@ class Sequence:
     @property
     def prompt_kinds(self) -> Counter[TokenType]:
         """`prompt_tokens` by kind."""
-        return sum(
-            (chain.count_kinds(start, end) for chain, start, end in self._seen()), Counter[TokenType]()
-        )
+        return sum((chain.count_kinds(start, end) for chain, start, end in self.seen()), Counter[TokenType]())
 
     @property
     def cached_kinds(self) -> Counter[TokenType]:
         """`cached_tokens` by kind: what they are in this prompt, whatever computed them."""
-        found = (chain.count_kinds(start, min(chain.cached, end)) for chain, start, end in self._seen())
+        found = (chain.count_kinds(start, min(chain.cached, end)) for chain, start, end in self.seen())
         return sum(found, Counter[TokenType]())
 
     @property
+    def line(self) -> list[SequenceChain]:
+        """The last chain and those before it that it only continues, in order: one line of text cut by scopes."""
+        first = len(self.chains) - 1
+        while self.chains[first].continues:
+            first -= 1
+        return self.chains[first:]
+
+    @property
     def shared_tokens(self) -> int:
-        """How many tokens the last chain begins with that are not of one conversation alone."""
+        """How many tokens the last line of text begins with that are not of one conversation alone."""
         before = 0
-        for end, kind in self.last.kinds:
-            if kind not in SHARED:
-                return before
-            before = end
+        for chain in self.line:
+            at = 0
+            for end, kind in chain.kinds:
+                if kind not in SHARED:
+                    return before + at
+                at = end
+            before += at
         return before
+
+    @property
+    def has_modules(self) -> bool:
+        return len(self.line) < len(self.chains)
+
+    def own_keys(self, block_size: int) -> list[bytes]:
+        """Keys of the last line's blocks, without those it begins with that are not of one conversation alone."""
+        keys: list[bytes] = []
+        shared = self.shared_tokens
+        for chain in self.line:
+            count = len(chain.token_ids)
+            if shared < count:
+                keys += chain.chain(block_size)[shared // block_size :]
+            shared = max(0, shared - count)
+        return keys
 
     def has_kind(self, *kinds: TokenType) -> bool:
         return any(kind in kinds for chain in self.chains for _, kind in chain.kinds)
@@ -229,7 +284,7 @@ class Sequence:
         ]
         return (*seen, *chain.runs_of(0, end, block_size))
 
-    def _seen(self) -> Iterator[tuple[SequenceChain, int, int]]:
+    def seen(self) -> Iterator[tuple[SequenceChain, int, int]]:
         """The prompt's tokens that the reply sees: from which to which of which chain."""
         for view in self.last.sees:
             yield self.chains[view.chain], view.start, self._end(view)
@@ -239,8 +294,10 @@ class Sequence:
         return len(self.chains[view.chain].token_ids) if view.end is None else view.end
 
 
-def sequence_chains(prompt: Prompt, fingerprint: bytes, block_size: int) -> list[SequenceChain]:
-    """The chains of a prompt with their roots: the hash of position and everything in sight.
+def sequence_chains(
+    prompt: Prompt, fingerprint: bytes, block_size: int, secret: Callable[[Scope], bytes] = lambda _: b""
+) -> list[SequenceChain]:
+    """The chains of a prompt with their roots: the hash of position and everything in sight, under the scope's secret.
 
     A chain that is moved from its home becomes two. Neighbours that are moved have all their homes first, so
     that they are computed in one step.
@@ -249,12 +306,23 @@ def sequence_chains(prompt: Prompt, fingerprint: bytes, block_size: int) -> list
     moved: list[tuple[int, SequenceChain]] = []
     place: dict[int, int] = {}
 
-    def root(kind: str, start: int, seen: list[tuple[SequenceChain, View]]) -> bytes:
+    def origin(kind: str, start: int, seen: list[tuple[SequenceChain, View]]) -> tuple[str, int, bytes]:
         context: list[bytes] = []
         for chain, view in seen:
             end = len(chain.token_ids) if view.end is None else view.end
             context += [chain.key_of(end, block_size), view.start.to_bytes(8, "little")]
-        return root_key(fingerprint, kind=kind, start=start, context=encode_fields(context))
+        return kind, start, encode_fields(context)
+
+    def made(
+        chain: Chain, of: tuple[str, int, bytes], sees: tuple[View, ...] = (), *, fixed: bool
+    ) -> SequenceChain:
+        scope = chain.scope or PUBLIC
+        known = secret(scope)
+        start = of[1]
+        made = SequenceChain(list(chain.token_ids), start, root_of(fingerprint, of, known), sees, fixed)
+        made.scope, made.secret, made.origin, made.continues = scope, known, of, chain.continues
+        made.kinds, made.ttls = _kinds(chain), _ttls(chain)
+        return made
 
     def settle() -> None:
         for number, chain in moved:
@@ -269,19 +337,29 @@ def sequence_chains(prompt: Prompt, fingerprint: bytes, block_size: int) -> list
         sees = tuple(View(place[view.chain], view.start, view.end) for view in chain.sees)
         kind = "module" if sees or home else "prefix"
         fixed = number < len(prompt.chains) - 1
-        at_home = SequenceChain(
-            list(chain.token_ids), home, root(kind, home, [(chains[v.chain], v) for v in sees]), sees, fixed
+        at_home = made(
+            chain, origin(kind, home, [(chains[view.chain], view) for view in sees]), sees, fixed=fixed
         )
-        at_home.kinds = _kinds(chain)
         place.setdefault(number, len(chains))
         chains.append(at_home)
         if home != chain.start:
             del place[number]
-            turned = root("moved", chain.start, [(at_home, View(0))])
-            moving = SequenceChain(at_home.token_ids, chain.start, turned, (), fixed, at_home)
-            moving.kinds = at_home.kinds
+            moving = made(chain, origin("moved", chain.start, [(at_home, View(0))]), fixed=fixed)
+            moving.token_ids, moving.source = at_home.token_ids, at_home
             moved.append((number, moving))
     return chains
+
+
+def root_of(fingerprint: bytes, origin: tuple[str, int, bytes], secret: bytes) -> bytes:
+    kind, start, context = origin
+    return root_key(fingerprint, kind=kind, start=start, context=context, secret=secret)
+
+
+def _ttls(chain: Chain) -> tuple[tuple[int, float | None], ...]:
+    """Where the spans of a chain end, and their times to live; nothing where all may stay for ever."""
+    ends = itertools.accumulate(len(span.token_ids) for span in chain.spans)
+    ttls = tuple((end, span.ttl) for end, span in zip(ends, chain.spans, strict=True))
+    return ttls if any(ttl is not None for _, ttl in ttls) else ()
 
 
 def _kinds(chain: Chain) -> tuple[tuple[int, TokenType], ...]:

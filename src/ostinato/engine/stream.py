@@ -44,4 +44,5 @@ def collect(chunks: list[Chunk]) -> Reply:
         usage=last.usage,
         timing=last.timing,
         logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+        stop=last.stop,
     )

@@ -7,7 +7,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,17 +116,24 @@ class Tokenizer:
             [self.bos_token_id, *ids] if add_bos and self.adds_bos and self.bos_token_id is not None else ids
         )
 
-    def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> list[list[int]]:
+    def encode_parts(
+        self, parts: Sequence[tuple[str, bool]], *, breaks: Container[int] = ()
+    ) -> list[list[int]]:
         """Token ids of adjacent texts, each marked with whether special tokens may be read in it.
 
         The parts are tokenised as the one text they form, as in training, so tokens may reach across their
-        borders; a token counts to the part in which it starts. No BOS is added.
+        borders, but for those before the parts whose numbers are in `breaks`; a token counts to the part in which
+        it starts. No BOS is added.
         """
         ids: list[list[int]] = [[] for _ in parts]
         run: list[tuple[str, int]] = []
         tokenizer = self._plain
         for index, (text, allow_special) in enumerate(parts):
             at = 0
+            if index in breaks:
+                self._encode_run(tokenizer, run, ids)
+                run.clear()
+                tokenizer = self._continuing
             for match in self.special_pattern.finditer(text) if allow_special else ():
                 run.append((text[at : match.start()], index))
                 self._encode_run(tokenizer, run, ids)

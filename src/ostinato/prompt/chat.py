@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, cast
@@ -22,9 +22,12 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ostinato.access.scope import PUBLIC, Level, Scope, rank
 from ostinato.errors import InvalidRequestError, ModelFormatError
 from ostinato.models.tokenizer import Tokenizer
-from ostinato.prompt.span import SpanKind
+from ostinato.prompt.cache_control import NONE, CacheControl, cache_control
+from ostinato.prompt.span import Span, SpanKind
+from ostinato.prompt.tools import block, in_turns, reads_tools
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}"
@@ -64,6 +67,13 @@ class Segment:
     is_template: bool
     """Written by the template, so special tokens' strings in it are those tokens."""
     kind: SpanKind
+    level: Level = "user"
+    """The widest scope that may reuse it."""
+    ttl: float | None = None
+    message: int | None = None
+    """Number of the message whose content it is of."""
+    bare: bool = False
+    """Whether nothing that the request says is in it: the template's own beginning of any chat."""
 
 
 def render_chat(
@@ -72,6 +82,7 @@ def render_chat(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
+    default: Level = "user",
     **template_args: Any,
 ) -> list[Segment]:
     """The rendered chat in segments; their texts joined are what the template makes of the messages.
@@ -84,16 +95,17 @@ def render_chat(
         messages: `role` and `content` each, content a string or a list of `{"type": "text"}` parts. What the
             assistant thought before it answered is `<think>…</think>` in its content, or stands beside it: in
             parts of type "reasoning", in `reasoning_content` or in `reasoning`. The template decides what of it
-            the model sees again.
+            the model sees again. A message, a part and a tool may have `cache_control`; see `CacheControl`.
         tools: function definitions as in OpenAI's API.
         add_generation_prompt: open the assistant's turn at the end.
+        default: the scope of what names none.
         template_args: further variables of the template.
     """
     chat = _Chat(
-        tokenizer, messages, tools, {**template_args, "add_generation_prompt": add_generation_prompt}
+        tokenizer, messages, tools, {**template_args, "add_generation_prompt": add_generation_prompt}, default
     )
-    segments = chat.segments()
-    return [part for segment in segments for part in _with_tools(segment, chat.tools) if part.text]
+    segments = [part for each in chat.segments() for part in chat.with_tools(each) if part.text]
+    return chat.scoped(segments)
 
 
 def encode_chat(
@@ -102,19 +114,34 @@ def encode_chat(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
+    default: Level = "user",
     **template_args: Any,
-) -> list[tuple[list[int], SpanKind]]:
-    """Token ids of a chat, by kind; see `render_chat`. Adjacent ids of one kind are one entry."""
+) -> list[Span]:
+    """The spans of a chat, each of one kind and scope; see `render_chat`."""
     segments = render_chat(
-        tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_args
+        tokenizer,
+        messages,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        default=default,
+        **template_args,
     )
-    encoded = tokenizer.encode_parts([(segment.text, segment.is_template) for segment in segments])
-    spans: list[tuple[list[int], SpanKind]] = []
-    for ids, segment in zip(encoded, segments, strict=True):
-        if spans and spans[-1][1] == segment.kind:
-            spans[-1][0].extend(ids)
+    # No token may hold text of two scopes, and none before a border may depend on what comes after it.
+    breaks = {i for i in range(1, len(segments)) if segments[i].level != segments[i - 1].level}
+    encoded = tokenizer.encode_parts([(each.text, each.is_template) for each in segments], breaks=breaks)
+    spans: list[Span] = []
+    for number, (ids, segment) in enumerate(zip(encoded, segments, strict=True)):
+        scope: Scope | Level = segment.level
+        # What the template writes before anything the request says is everybody's, unless its last token reaches
+        # into what follows.
+        if number == 0 and segment.bare and ids == tokenizer.encode_parts([(segment.text, True)])[0]:
+            scope = PUBLIC
+        span = Span(tuple(ids), segment.kind, scope, segment.ttl)
+        last = spans[-1] if spans else None
+        if last and (last.kind, last.scope, last.ttl) == (span.kind, span.scope, span.ttl):
+            spans[-1] = replace(span, token_ids=last.token_ids + span.token_ids)
         elif ids:
-            spans.append((ids, segment.kind))
+            spans.append(span)
     return spans
 
 
@@ -176,7 +203,7 @@ class TurnTexts:
         placed = [marks.put("", "text") for _ in roles]
         messages = [{"role": role, "content": mark} for role, mark in zip(roles, placed, strict=True)]
         rest = _Chat(
-            self._tokenizer, messages, None, {"add_generation_prompt": add_generation_prompt}
+            self._tokenizer, messages, None, {"add_generation_prompt": add_generation_prompt}, "user"
         ).rendered()
         texts: list[str] = []
         for mark in placed:
@@ -194,12 +221,34 @@ class _Marks:
 
     def __init__(self) -> None:
         self.start = f"\ue000{secrets.token_hex(8)}:"
-        self.texts: list[tuple[str, SpanKind]] = []
+        self.texts: list[_Marked] = []
 
-    def put(self, text: str, kind: SpanKind) -> str:
-        """A placeholder for `text`."""
-        self.texts.append((text, kind))
+    def put(self, text: str, kind: SpanKind, message: int = 0, pieces: Sequence[_Piece] = ()) -> str:
+        """A placeholder for `text` of a message; `pieces` are what it is made of, if that is known."""
+        self.texts.append(_Marked(text, kind, message, pieces or ((text, NONE),)))
         return f"{self.start}{len(self.texts) - 1}{self.end}"
+
+
+_Piece = tuple[str, CacheControl]
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """What a placeholder stands for."""
+
+    text: str
+    kind: SpanKind
+    message: int
+    pieces: Sequence[_Piece]
+
+    def cut(self, start: int, length: int) -> Iterator[_Piece]:
+        """The pieces of a stretch of the text."""
+        at = 0
+        for text, control in self.pieces:
+            inside = text[max(0, start - at) : max(0, start + length - at)]
+            if inside:
+                yield inside, control
+            at += len(text)
 
 
 class _Chat:
@@ -211,18 +260,39 @@ class _Chat:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         arguments: Mapping[str, Any],
+        default: Level,
     ) -> None:
         self._special = tokenizer.special_pattern
-        self._template = _compiled(tokenizer.chat_template or DEFAULT_TEMPLATE)
+        template = tokenizer.chat_template or DEFAULT_TEMPLATE
+        self._template = _compiled(template)
         if not messages:
             raise InvalidRequestError(
                 "messages is empty; a chat needs at least one message.", param="messages"
             )
+        self._definitions: list[str] = []
+        if not reads_tools(template) and (tools or any(map(_is_of_tools, messages))):
+            self._definitions = [part["text"] for part in block(tools or ())]
+            messages, tools = in_turns(messages, tools or ()), None
         read = [_texts(message, index) for index, message in enumerate(messages)]
-        self._contents = [content for content, _ in read]
+        self._pieces = [pieces for pieces, _ in read]
+        self._contents = [
+            None if pieces is None else "".join(text for text, _ in pieces) for pieces in self._pieces
+        ]
         self._thoughts = [thought for _, thought in read]
+        self._controls = [
+            cache_control(message.get("cache_control"), f"messages[{index}].cache_control")
+            for index, message in enumerate(messages)
+        ]
+        self._tool_controls = [
+            cache_control(tool.get("cache_control"), f"tools[{index}].cache_control")
+            for index, tool in enumerate(tools or ())
+        ]
+        self._default: Level = default
         self._messages = [self._without_special(_without_texts(message)) for message in messages]
-        self.tools = [self._without_special(tool) for tool in tools] if tools else None
+        bare = [
+            {name: value for name, value in tool.items() if name != "cache_control"} for tool in tools or ()
+        ]
+        self.tools = [self._without_special(tool) for tool in bare] or None
         self._arguments: dict[str, Any] = {
             **self._without_special(arguments),
             "tools": self.tools,
@@ -230,7 +300,8 @@ class _Chat:
             "eos_token": tokenizer.eos_token or "",
         }
         self._kinds: list[SpanKind] = [
-            _KIND_OF_ROLE.get(cast("str", message["role"]), "user") for message in self._messages
+            _KIND_OF_ROLE.get(message.get("kind") or cast("str", message["role"]), "user")
+            for message in messages
         ]
 
     def rendered(self) -> str:
@@ -240,17 +311,23 @@ class _Chat:
     def segments(self) -> list[Segment]:
         rendered = self.rendered()
         marks = _Marks()
-        thoughts = [thought and marks.put(thought, "reasoning") for thought in self._thoughts]
+        thoughts = [
+            thought and marks.put(thought, "reasoning", i, [(thought, self._controls[i])])
+            for i, thought in enumerate(self._thoughts)
+        ]
         contents = [
-            text and marks.put(text, kind) for text, kind in zip(self._contents, self._kinds, strict=True)
+            text and marks.put(text, kind, i, self._pieces[i] or ())
+            for i, (text, kind) in enumerate(zip(self._contents, self._kinds, strict=True))
         ]
         marked = self._render(contents, thoughts)
         segments = self._aligned(rendered, marked, marks)
         if segments is None and any(map(_has_thoughts, self._contents, self._kinds)):
             # The template reads the tags (it drops earlier chains of thought, say), so it has to see them.
             contents = [
-                _cut(text, marks) if text and _has_thoughts(text, kind) else mark
-                for text, kind, mark in zip(self._contents, self._kinds, contents, strict=True)
+                _cut(text, marks, i, self._narrowest(i)) if text and _has_thoughts(text, kind) else mark
+                for i, (text, kind, mark) in enumerate(
+                    zip(self._contents, self._kinds, contents, strict=True)
+                )
             ]
             segments = self._aligned(rendered, self._render(contents, thoughts), marks)
         if segments is not None:
@@ -266,7 +343,72 @@ class _Chat:
                 "the model. Remove such tokens from the content.",
                 param="messages",
             )
-        return [Segment(rendered, is_template=True, kind="text")]
+        controls = [self._narrowest(i) for i in range(len(self._messages))]
+        whole = _narrowest([*controls, *self._tool_controls], self._default)
+        return [Segment(rendered, True, "text", whole.level or self._default, whole.ttl)]
+
+    def with_tools(self, segment: Segment) -> list[Segment]:
+        """Cuts the JSON of tools out of the template's text, in the layouts that templates use.
+
+        Where the template has no place for tools, what is said of them in the system's text.
+        """
+        if self._definitions and segment.kind == "system":
+            return _cut_out(segment, self._definitions)
+        if not self.tools or segment.kind != "template":
+            return [segment]
+        segments: list[Segment] = []
+        rest = segment.text
+        for tool, control in zip(self.tools, self._tool_controls, strict=True):
+            for indent in (None, 4, 2):
+                text = _to_json(tool, indent=indent)
+                before, found, after = rest.partition(text)
+                if found:
+                    segments += [
+                        Segment(before, is_template=True, kind="template"),
+                        Segment(text, False, "tools", control.level or self._default, control.ttl),
+                    ]
+                    rest = after
+                    break
+        return [*segments, Segment(rest, is_template=True, kind="template")]
+
+    def scoped(self, segments: Sequence[Segment]) -> list[Segment]:
+        """The segments with scopes that only narrow, and those of the template's own text.
+
+        That is as wide as what stands before it (at the beginning: behind it), but for what the request says
+        outside of contents: names, calls of tools, and definitions of tools that are not found in it.
+        """
+        cut = sum(segment.kind == "tools" for segment in segments)
+        hidden = list(self._tool_controls) if self.tools and cut < len(self.tools) else []
+        plain = {"role", "content", "cache_control", "reasoning_content", "reasoning"}
+        extra = [not plain.issuperset(message) for message in self._messages]
+        made: list[Segment] = []
+        level: Level | None = None
+        ttl: float | None = None
+        before = 0
+        for number, segment in enumerate(segments):
+            wanted, bare = [CacheControl(segment.level, segment.ttl)], False
+            if segment.kind == "template":
+                following = [other for other in segments[number:] if other.kind != "template"]
+                after = next((other.message for other in following if other.message is not None), None)
+                last = len(extra) - 1 if after is None else after
+                inside = [self._controls[i] for i in range(before, last + 1) if extra[i]] + hidden
+                bare = number == 0 and not inside
+                begins = [CacheControl(following[0].level)] if level is None and following else []
+                wanted = [*begins, *inside] or [CacheControl(level or self._default)]
+            elif segment.message is not None:
+                before = segment.message
+            found = _narrowest(
+                [*wanted, *([] if level is None or bare else [CacheControl(level)])], self._default
+            )
+            ttl = _sooner(ttl, found.ttl)
+            made.append(replace(segment, level=found.level or self._default, ttl=ttl, bare=bare))
+            level = made[-1].level
+        return made
+
+    def _narrowest(self, message: int) -> CacheControl:
+        """What holds for all of a message."""
+        pieces = [control for _, control in self._pieces[message] or ()]
+        return _narrowest([self._controls[message], *pieces], self._default)
 
     def _aligned(self, rendered: str, marked: str, marks: _Marks) -> list[Segment] | None:
         """`rendered` cut where `marked` has placeholders, or None where the two do not go together."""
@@ -279,7 +421,8 @@ class _Chat:
             number, found, literal = piece.partition(marks.end)
             if not found or not number.isdigit():
                 return None
-            whole, kind = marks.texts[int(number)]
+            mark = marks.texts[int(number)]
+            whole = mark.text
             # Many templates trim what they are given.
             lines, all_space = whole.strip("\n"), whole.strip()
             trimmed = (whole, lines, whole.lstrip("\n"), all_space, whole.lstrip(), whole.rstrip())
@@ -288,9 +431,11 @@ class _Chat:
                     break
             else:
                 return None
-            segments += [
-                Segment(part, is_template=False, kind=kind_of) for part, kind_of in _by_thought(text, kind)
-            ]
+            for piece, control in mark.cut(whole.index(text), len(text)):
+                segments += [
+                    Segment(part, False, kind, control.level or self._default, control.ttl, mark.message)
+                    for part, kind in _by_thought(piece, mark.kind)
+                ]
             segments.append(Segment(literal, is_template=True, kind="template"))
             at += len(text) + len(literal)
         return segments if at == len(rendered) else None
@@ -332,8 +477,8 @@ class _Chat:
         )
 
 
-def _texts(message: Message, index: int) -> tuple[str | None, str | None]:
-    """A message's content and its chain of thought, each as one string; None where it has none."""
+def _texts(message: Message, index: int) -> tuple[list[_Piece] | None, str | None]:
+    """A message's content in its parts, and its chain of thought as one string; None where it has none."""
     at = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidRequestError(f"{at} needs a role, such as 'user'.", param=f"{at}.role")
@@ -345,15 +490,27 @@ def _texts(message: Message, index: int) -> tuple[str | None, str | None]:
         if thought is not None and not thoughts:
             thoughts.append(thought)
     content = message.get("content")
+    whole = cache_control(message.get("cache_control"), f"{at}.cache_control")
+    pieces: list[_Piece] | None = None
     if isinstance(content, list):
-        texts: list[str] = []
+        pieces = []
         for number, part in enumerate(cast("list[Any]", content)):
-            text, is_thought = _part(part, message["role"], f"{at}.content[{number}]")
-            (thoughts if is_thought else texts).append(text)
-        content = "".join(texts)
-    if content is not None and not isinstance(content, str):
+            where = f"{at}.content[{number}]"
+            text, is_thought = _part(part, message["role"], where)
+            own = cache_control(part.get("cache_control"), f"{where}.cache_control")
+            if is_thought:
+                thoughts.append(text)
+                continue
+            control = CacheControl(own.level or whole.level, _or(own.ttl, whole.ttl))
+            if pieces and pieces[-1][1] == control:
+                pieces[-1] = pieces[-1][0] + text, control
+            else:
+                pieces.append((text, control))
+    elif isinstance(content, str):
+        pieces = [(content, whole)]
+    elif content is not None:
         raise InvalidRequestError(f"{at}.content must be a string or a list of parts.", param=f"{at}.content")
-    return content, "".join(thoughts) if thoughts else None
+    return pieces, "".join(thoughts) if thoughts else None
 
 
 def _part(part: Any, role: str, where: str) -> tuple[str, bool]:
@@ -375,8 +532,27 @@ def _part(part: Any, role: str, where: str) -> tuple[str, bool]:
 
 def _without_texts(message: Message) -> dict[str, Any]:
     # Templates test whether a key is there, so null entries are left out.
-    texts = ("content", "reasoning_content", "reasoning")
+    texts = ("content", "reasoning_content", "reasoning", "cache_control", "kind")
     return {key: value for key, value in message.items() if key not in texts and value is not None}
+
+
+def _is_of_tools(message: object) -> bool:
+    if not isinstance(message, Mapping):
+        return False
+    fields = cast("Message", message)
+    return bool(fields.get("tool_calls")) or fields.get("role") in ("tool", "function")
+
+
+def _cut_out(segment: Segment, definitions: Sequence[str]) -> list[Segment]:
+    """A system's text in its own part and the definitions of tools at its end."""
+    segments: list[Segment] = []
+    rest = segment.text
+    for text in definitions:
+        before, found, after = rest.partition(text)
+        if found:
+            segments += [replace(segment, text=before), replace(segment, text=text, kind="tools")]
+            rest = after
+    return [*segments, replace(segment, text=rest)]
 
 
 def _has_thoughts(content: str | None, kind: SpanKind) -> bool:
@@ -393,33 +569,32 @@ def _by_thought(text: str, kind: SpanKind) -> Iterator[tuple[str, SpanKind]]:
         yield piece, "reasoning" if thought else kind
 
 
-def _cut(content: str, marks: _Marks) -> str:
+def _cut(content: str, marks: _Marks, message: int, control: CacheControl) -> str:
     """An assistant's content with placeholders between the tags of its chain of thought, which stay."""
     return "".join(
-        marks.put(text, kind) if text.strip() and not _THINK_TAG.fullmatch(text) else text
+        marks.put(text, kind, message, [(text, control)])
+        if text.strip() and not _THINK_TAG.fullmatch(text)
+        else text
         for piece, kind in _by_thought(content, "assistant")
         for text in _THINK_TAG.split(piece)
     )
 
 
-def _with_tools(segment: Segment, tools: Sequence[Any] | None) -> list[Segment]:
-    """Cuts the JSON of tools out of the template's text, in the layouts that templates use."""
-    if not tools or not segment.is_template:
-        return [segment]
-    segments: list[Segment] = []
-    rest = segment.text
-    for tool in tools:
-        for indent in (None, 4, 2):
-            text = _to_json(tool, indent=indent)
-            before, found, after = rest.partition(text)
-            if found:
-                segments += [
-                    Segment(before, is_template=True, kind="template"),
-                    Segment(text, is_template=False, kind="tools"),
-                ]
-                rest = after
-                break
-    return [*segments, Segment(rest, is_template=True, kind="template")]
+def _narrowest(controls: Sequence[CacheControl], default: Level) -> CacheControl:
+    """The narrowest scope and the shortest life of several."""
+    levels: list[Level] = [control.level or default for control in controls]
+    ttl: float | None = None
+    for control in controls:
+        ttl = _sooner(ttl, control.ttl)
+    return CacheControl(max(levels, key=rank) if levels else default, ttl)
+
+
+def _sooner(a: float | None, b: float | None) -> float | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _or(a: float | None, b: float | None) -> float | None:
+    return b if a is None else a
 
 
 class _GenerationTag(Extension):

@@ -7,14 +7,17 @@ where it stands. So its states do not depend on which documents stand beside it,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ostinato.access.scope import PUBLIC, Level, Scope
 from ostinato.models.tokenizer import Tokenizer
+from ostinato.prompt.cache_control import NONE, CacheControl
 from ostinato.prompt.layout import layout
 from ostinato.prompt.resolve import Resolved, ReuseMode, resolve
 from ostinato.prompt.schema import (
     Child,
+    Document,
     Documents,
     Item,
     Module,
@@ -62,38 +65,55 @@ def resolve_documents(
         for name, document in zip(names, given, strict=True)
     )
     front: tuple[Child, ...]
+    control = NONE
     if any(isinstance(item, Turn) for item in prompt.items):
-        system, before = _system_text(before)
+        system, control, before = _system_text(before)
         after = [*before, *after]
         front = (Role("system", (Text(system), *modules)),)
+        # Without a system text all that stands before the documents is the template's.
+        scope = control.level if system else PUBLIC
     else:
         front = (Text(_text(before)), *modules) if before else modules
+        scope = None if before else PUBLIC
     schema = Schema("documents", front)
     laid_out = layout(schema, tokenizer, max_positions=max_positions)
     made = schema.prompt(*(use(name) for name in names)).then(*after)
     resolved = resolve(laid_out, made, mode=mode, link_tokens=link_tokens)
     if mode == "exact":
         return resolved
-    return replace(resolved, prompt=Prompt(_at_home(resolved.prompt.chains, names)))
-
-
-def _at_home(chains: Sequence[Chain], names: Sequence[str]) -> tuple[Chain, ...]:
-    """The documents' chains with their home, which is where the first of them stands."""
+    chains = _at_home(resolved.prompt.chains, dict(zip(names, given, strict=True)))
     first = next((chain for chain in chains if chain.name in names), None)
-    if first is None:
-        return tuple(chains)
-    # Other chains of a document (its first tokens computed anew, its very last one) see more than its states do.
-    return tuple(
-        replace(chain, home=first.start) if chain.name in names and chain.sees == first.sees else chain
-        for chain in chains
-    )
+    for view in first.sees if first else ():
+        chains[view.chain] = _with_scope(chains[view.chain], scope, control.ttl)
+    return replace(resolved, prompt=Prompt(tuple(chains)))
 
 
-def _system_text(items: tuple[Item, ...]) -> tuple[str, tuple[Item, ...]]:
-    """Text of a leading system turn, and what follows it."""
+def _at_home(chains: Sequence[Chain], documents: Mapping[str, Document]) -> list[Chain]:
+    """The documents' chains with their scope, and their home, which is where the first of them stands."""
+    first = next((chain for chain in chains if chain.name in documents), None)
+    placed: list[Chain] = []
+    for chain in chains:
+        document = documents.get(chain.name)
+        # Other chains of a document (its first tokens computed anew, its very last one) see more than its states do.
+        if first is None or document is None or chain.sees != first.sees:
+            placed.append(chain)
+        else:
+            at_home = replace(chain, home=first.start)
+            placed.append(
+                _with_scope(at_home, document.scope or document.control.level, document.control.ttl)
+            )
+    return placed
+
+
+def _with_scope(chain: Chain, scope: Level | Scope | None, ttl: float | None) -> Chain:
+    return replace(chain, spans=tuple(replace(span, scope=scope, ttl=ttl) for span in chain.spans))
+
+
+def _system_text(items: tuple[Item, ...]) -> tuple[str, CacheControl, tuple[Item, ...]]:
+    """Text of a leading system turn, who may reuse it, and what follows it."""
     if items and isinstance(items[0], Turn) and items[0].role == "system":
-        return items[0].text + "\n\n", items[1:]
-    return "", items
+        return items[0].text + "\n\n", items[0].control, items[1:]
+    return "", NONE, items
 
 
 def _text(items: tuple[Item, ...]) -> str:

@@ -8,12 +8,14 @@ text and the chat template's text around it, say) is tokenised as the one text i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from ostinato.access.scope import Scope
 from ostinato.errors import InvalidRequestError
 from ostinato.models.tokenizer import Tokenizer
+from ostinato.prompt.cache_control import NONE, CacheControl
 from ostinato.prompt.chat import TurnTexts
 from ostinato.prompt.schema import (
     Child,
@@ -33,8 +35,13 @@ NodeKind = Literal["schema", "module", "union", "parameter", "role", "text"]
 MAX_TEXTS = 1_000
 MAX_TURNS = 256
 
-Part = tuple[str, SpanKind]
-"""Text before it is tokenised. In the template's own text special tokens' strings are those tokens."""
+
+class Part(NamedTuple):
+    """Text before it is tokenised. In the template's own text special tokens' strings are those tokens."""
+
+    text: str
+    kind: SpanKind
+    control: CacheControl = NONE
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,9 @@ class Layout:
     root: Node
     tokenizer: Tokenizer
     turns: TurnTexts
+    scope: Scope | None = None
+    """Who may reuse the states of its modules; None for whoever asks, for itself alone."""
+    ttl: float | None = None
 
     @property
     def length(self) -> int:
@@ -116,17 +126,29 @@ def layout(schema: Schema, tokenizer: Tokenizer, *, max_positions: int | None = 
 
 
 def encode(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[Span, ...]:
-    """Tokens of adjacent texts, tokenised as the one text they form."""
-    encoded = tokenizer.encode_parts([(text, kind == "template") for text, kind in parts])
-    return merged(Span(tuple(ids), kind) for ids, (_, kind) in zip(encoded, parts, strict=True))
+    """Tokens of adjacent texts, tokenised as the one text they form where they are of one scope."""
+    encoded = tokenizer.encode_parts(
+        [(part.text, part.kind == "template") for part in parts], breaks=_borders(parts)
+    )
+    return merged(
+        Span(tuple(ids), part.kind, part.control.level, part.control.ttl)
+        for ids, part in zip(encoded, parts, strict=True)
+    )
+
+
+def _borders(parts: Sequence[Part]) -> set[int]:
+    """The parts before which another scope ends: no token may hold text of both."""
+    levels = [part.control.level for part in parts]
+    return {i for i in range(1, len(parts)) if levels[i] != levels[i - 1]}
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Adjacent spans of one kind as one, empty ones left out."""
+    """Adjacent spans of one kind and scope as one, empty ones left out."""
     made: list[Span] = []
     for span in spans:
-        if made and made[-1].kind == span.kind:
-            made[-1] = Span(made[-1].token_ids + span.token_ids, span.kind)
+        last = made[-1] if made else None
+        if last and (last.kind, last.scope, last.ttl) == (span.kind, span.scope, span.ttl):
+            made[-1] = replace(span, token_ids=last.token_ids + span.token_ids)
         elif span.token_ids:
             made.append(span)
     return tuple(made)
@@ -209,7 +231,7 @@ class _Scope:
         for child in children:
             match child:
                 case Text():
-                    self._parts.append((child.text, kind))
+                    self._parts.append(Part(child.text, kind))
                 case Role():
                     self._turn(child)
                 case Parameter():
@@ -241,12 +263,12 @@ class _Scope:
             before = without_bos(self._tokenizer, before)
         self._nodes.append(Node("role", turn.role, self._path, self._at, self._at))
         self._roles = (*self._roles, turn.role)
-        self._parts.append((before, "template"))
+        self._parts.append(Part(before, "template"))
         self._place(turn.children, turn.role)
-        self._parts.append((after, "template"))
+        self._parts.append(Part(after, "template"))
 
     def _finish_text(self) -> None:
-        size = sum(len(text.encode()) for text, _ in self._parts)
+        size = sum(len(part.text.encode()) for part in self._parts)
         if self._max_positions is not None and size > 16 * self._max_positions:
             # Megabytes take seconds to tokenise; what cannot fit is refused without.
             least = size // self._tokenizer.longest_token

@@ -66,7 +66,9 @@ def cacheable(layout: Layout) -> tuple[list[Node], Prompt]:
         for child in module.children:
             if child.kind == "text" and module.cache:
                 texts.append(child)
-                chains.append(Chain(child.spans, child.start, sees, module.path))
+                chains.append(
+                    Chain(child.spans, child.start, sees, module.path, scope=layout.scope, ttl=layout.ttl)
+                )
                 sees = (*sees, View(len(chains) - 1))
             elif child.kind in ("module", "union"):
                 for member in (child,) if child.kind == "module" else child.children:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ostinato.errors import InvalidRequestError
@@ -70,7 +70,7 @@ def resolve(
     placements = tuple(piece.placement() for piece in ordered)
     if mode == "exact":
         return Resolved(plain(*merged(span for piece in ordered for span in piece.spans)), placements)
-    return Resolved(Prompt(_chains(ordered, link_tokens if mode == "linked" else 0)), placements)
+    return Resolved(Prompt(_chains(ordered, link_tokens if mode == "linked" else 0, layout)), placements)
 
 
 @dataclass(eq=False)
@@ -227,7 +227,7 @@ class _Pieces:
         while at < len(items):
             item = items[at]
             if isinstance(item, Text):
-                parts.append((item.text, "text"))
+                parts.append(Part(item.text, "text"))
                 at += 1
                 continue
             run: list[Turn] = []
@@ -239,15 +239,15 @@ class _Pieces:
                 before, *after = self._layout.turns.around(self._roles, roles)
             except InvalidRequestError as error:
                 raise SchemaError(str(error), run[0].where) from error
-            parts.append((without_bos(self._tokenizer, before), "template"))
+            parts.append(Part(without_bos(self._tokenizer, before), "template"))
             for turn, text in zip(run, after, strict=True):
-                parts.append((turn.text, turn.role))
-                parts.append((text, "template"))
+                parts.append(Part(turn.text, turn.role, turn.control))
+                parts.append(Part(text, "template"))
             self._roles += roles
         return parts
 
     def _reply(self) -> Part:
-        return without_bos(self._tokenizer, self._layout.turns.reply(self._roles)), "template"
+        return Part(without_bos(self._tokenizer, self._layout.turns.reply(self._roles)), "template")
 
     def _place(self, unit: _Unit, spans: tuple[Span, ...]) -> None:
         length = sum(len(span.token_ids) for span in spans)
@@ -277,8 +277,11 @@ def _shown(items: Sequence[Text | Turn]) -> str:
     return text if len(text) <= 40 else text[:39] + "…"
 
 
-def _chains(pieces: Sequence[_Piece], link_tokens: int) -> tuple[Chain, ...]:
-    """Pieces in order of position as chains, the last of which sees everything before it."""
+def _chains(pieces: Sequence[_Piece], link_tokens: int, layout: Layout) -> tuple[Chain, ...]:
+    """Pieces in order of position as chains, the last of which sees everything before it.
+
+    What is the same in every prompt has the schema's scope; what is this prompt's alone is the asker's.
+    """
     pieces = _joined(pieces)
     seen = {id(other) for piece in pieces for other in piece.sees or ()}
     chains: list[Chain] = []
@@ -303,7 +306,8 @@ def _chains(pieces: Sequence[_Piece], link_tokens: int) -> tuple[Chain, ...]:
         last_alone = last and sees != before and links < length
         if not replaced and not (last_alone and length == 1):
             number[id(piece)] = index
-            chains.append(Chain(piece.spans, piece.start, sees, name=name))
+            scope, ttl = (None, None) if piece.sees is None else (layout.scope, layout.ttl)
+            chains.append(Chain(piece.spans, piece.start, sees, name=name, scope=scope, ttl=ttl))
         if last_alone and length == 1:
             links, last_alone = 1, False
         if links:
@@ -337,6 +341,6 @@ def _cut(spans: Sequence[Span], start: int, end: int) -> tuple[Span, ...]:
     for span in spans:
         inside = span.token_ids[max(0, start - at) : max(0, end - at)]
         if inside:
-            made.append(Span(inside, span.kind))
+            made.append(replace(span, token_ids=inside))
         at += len(span.token_ids)
     return tuple(made)

@@ -13,7 +13,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
 
+from ostinato.access.scope import Scope
 from ostinato.errors import InvalidRequestError
+from ostinato.prompt.cache_control import NONE, CacheControl
 
 RoleName = Literal["system", "user", "assistant"]
 
@@ -271,6 +273,7 @@ class Turn:
     role: RoleName
     text: str
     where: str = field(default="", compare=False, repr=False)
+    control: CacheControl = NONE
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -283,6 +286,11 @@ class Document:
 
     text: str
     title: str = ""
+    control: CacheControl = NONE
+    scope: Scope | None = None
+    """Of a registered document: its own."""
+    file_id: str = ""
+    """Of a registered document whose text is yet to be looked up."""
 
 
 @dataclass(frozen=True)

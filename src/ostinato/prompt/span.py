@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ostinato.access.scope import Level, Scope
+
 SpanKind = Literal[
     "text", "system", "tools", "template", "document", "user", "tool", "assistant", "reasoning"
 ]
@@ -14,10 +16,14 @@ or module, the user's, a tool's output, the assistant's earlier answers, or its 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a prompt of one kind."""
+    """A stretch of a prompt of one kind and one scope."""
 
     token_ids: tuple[int, ...]
     kind: SpanKind = "text"
+    scope: Level | Scope | None = None
+    """Who may reuse it: a level is the request's wish, a scope the server's word, None what all of the request has."""
+    ttl: float | None = None
+    """Seconds since its latest use after which it counts as forgotten; None for what all of the request has."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,11 @@ class Chain:
     home: int | None = None
     """Where the chain is encoded, right behind what it sees, if it is moved from there to `start`. Its states
     stay those of its home; only its keys turn with the position."""
+    scope: Scope | None = None
+    """Who may reuse it; None for the asker's own."""
+    ttl: float | None = None
+    continues: bool = False
+    """Whether it only goes on where the chain before it ends, in another scope."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:

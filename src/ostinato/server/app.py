@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -16,32 +16,58 @@ from starlette.types import Receive, Scope, Send
 
 from ostinato import __version__
 from ostinato.engine.engine import LINK_TOKENS, Engine, Options, PromptLike
-from ostinato.engine.request import Chunk, Reply, SamplingParams, Usage
+from ostinato.engine.request import Chunk, Reply, SamplingParams
 from ostinato.engine.stream import collect as collect_reply
 from ostinato.errors import EngineClosedError, ModelNotFoundError
-from ostinato.prompt.resolve import Placement
-from ostinato.prompt.schema import SchemaPrompt, Text
-from ostinato.server.errors import add_error_handlers, describe
+from ostinato.prompt.resolve import Placement, ReuseMode
+from ostinato.prompt.schema import Documents, SchemaPrompt, Text
+from ostinato.server.answer import Answer
+from ostinato.server.anthropic import Conversation, MessagesRequest
+from ostinato.server.anthropic_answer import MessagesAnswer
+from ostinato.server.errors import RefusedError, add_error_handlers, describe, request_id
 from ostinato.server.metrics import Metrics
-from ostinato.server.middleware import ApiKeys, BodyLimit, CountRequests
-from ostinato.server.openai import (
-    Answer,
-    ChatAnswer,
-    ChatCompletionRequest,
-    CompletionAnswer,
-    CompletionRequest,
-    GenerationRequest,
-    Json,
-    Prompt,
-    fingerprint,
-)
+from ostinato.server.middleware import ApiKeys, BodyLimit, CountRequests, RequestIds
+from ostinato.server.openai import ChatCompletionRequest, CompletionRequest, Json, Prompt
+from ostinato.server.openai_answer import ChatAnswer, CompletionAnswer, fingerprint
 from ostinato.server.schemas import schema_routes
+from ostinato.server.tools import Calls
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 EngineRequest = tuple[PromptLike, SamplingParams]
 Pieces = AsyncGenerator[tuple[int, Chunk], None]
+
+
+class Body(Protocol):
+    """A request for text, in the words of any API."""
+
+    stream: bool | None
+
+    @property
+    def session(self) -> str:
+        """The conversation or agent run that the request belongs to."""
+        ...
+
+    @property
+    def mode(self) -> ReuseMode:
+        """What is reused of modules."""
+        ...
+
+    @property
+    def link_tokens(self) -> int | None:
+        """First tokens of each module that mode `linked` computes anew."""
+        ...
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that the prompt came in."""
+        ...
+
+    def engine_requests(self, calls: Calls) -> Sequence[EngineRequest]:
+        """What it asks of the engine; `calls` is how the model writes calls of tools."""
+        ...
+
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left before the answer: nobody receives it, the metrics count it."""
@@ -52,6 +78,7 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
     app = FastAPI(title="Ostinato", version=__version__, redoc_url=None)
     metrics = Metrics(engine)
     system_fingerprint = fingerprint(engine.fingerprint, __version__)
+    calls = Calls.of(engine.tokenizer)
     model: Json = {
         "id": engine.model_name,
         "object": "model",
@@ -66,17 +93,17 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
     app.add_middleware(CountRequests, metrics=metrics)
+    app.add_middleware(RequestIds)
     add_error_handlers(app)
 
     def check_model(name: str) -> None:
         if name != engine.model_name:
             raise ModelNotFoundError(f"There is no model {name[:100]!r} here, only {engine.model_name!r}.")
 
-    async def respond(request: Request, body: GenerationRequest, answer: Answer) -> Response:
+    async def respond(request: Request, body: Body, answer: Answer) -> Response:
         # The engine calls whatever it is given the prompt; errors name the field that it came in.
-        chat = isinstance(body, ChatCompletionRequest)
-        request.state.prompt_field = "pml" if body.pml is not None else "messages" if chat else "prompt"
-        requests, answer.placements = await placed(engine, body)
+        request.state.prompt_field = body.prompt_field
+        requests, answer.placements = await placed(engine, body, calls)
         pieces = run(engine, metrics, requests, body.session)
         if not body.stream:
             replies = await unless_gone(request.receive, collect(pieces, len(requests)))
@@ -100,6 +127,7 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
             choices=body.choices,
             include_usage=body.include_usage,
             logprobs=bool(body.logprobs),
+            parser=partial(body.parser, calls),
         )
         return await respond(request, body, answer)
 
@@ -119,6 +147,29 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
             echoes=echoes,
         )
         return await respond(request, body, answer)
+
+    @app.post("/v1/messages")
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        """Answer a conversation, in the dialect of Anthropic's API."""
+        check_model(body.model)
+        request.state.prompt_field = body.prompt_field
+        body.check()
+        answer = MessagesAnswer(
+            engine.model_name,
+            await asyncio.to_thread(body.parser, calls),
+            request_id(request.scope),
+            cacheable=await asyncio.to_thread(cacheable_tokens, engine, body),
+            long=body.long,
+        )
+        return await respond(request, body, answer)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request, body: Conversation) -> Json:
+        """How many tokens a conversation has as a prompt."""
+        check_model(body.model)
+        request.state.prompt_field = body.prompt_field
+        body.check()
+        return {"input_tokens": len(await asyncio.to_thread(prompt_tokens, engine, body))}
 
     @app.get("/v1/models")
     async def models() -> Json:
@@ -149,18 +200,53 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
 
 
 async def placed(
-    engine: Engine, body: GenerationRequest
+    engine: Engine, body: Body, calls: Calls
 ) -> tuple[list[EngineRequest], tuple[Placement, ...] | None]:
     """The engine requests of a body, and where the parts of its prompt stand if that is over a schema."""
     # Reading PML may take a while; the event loop serves others meanwhile.
-    requests = body.engine_requests() if body.pml is None else await asyncio.to_thread(body.engine_requests)
+    requests = await asyncio.to_thread(body.engine_requests, calls)
     prompt, _ = requests[0]
     if not isinstance(prompt, SchemaPrompt):
         return list(requests), None
+    _check_files(prompt)
     resolved = await asyncio.to_thread(
         engine.schemas.resolve, prompt, body.mode, body.link_tokens or LINK_TOKENS
     )
     return [(resolved.prompt, params) for _, params in requests], resolved.placements
+
+
+def prompt_tokens(engine: Engine, body: Conversation) -> tuple[int, ...]:
+    """The tokens of a conversation as a prompt."""
+    prompt = body.prompt()
+    if isinstance(prompt, SchemaPrompt):
+        _check_files(prompt)
+    return tuple(engine.encode(prompt, mode=body.mode, link_tokens=body.link_tokens or LINK_TOKENS).token_ids)
+
+
+def cacheable_tokens(engine: Engine, body: Conversation) -> int:
+    """How many tokens of its prompt a client asks to be cached: those up to its last breakpoint."""
+    part = body.cached_part()
+    if part is None:
+        return 0
+    if part is body:
+        return engine.max_model_len
+    cut, whole = prompt_tokens(engine, part), prompt_tokens(engine, body)
+    # What ends the shorter prompt is the template's, and not in the longer one.
+    differing = (at for at, (a, b) in enumerate(zip(cut, whole, strict=False)) if a != b)
+    return next(differing, min(len(cut), len(whole)))
+
+
+def _check_files(prompt: SchemaPrompt) -> None:
+    """Refuse documents that are only named."""
+    for item in prompt.items:
+        for document in item.documents if isinstance(item, Documents) else ():
+            if document.file_id:
+                raise RefusedError(
+                    404,
+                    f"There is no document {document.file_id!r}.",
+                    param="messages",
+                    code="document_not_found",
+                )
 
 
 def _text(engine: Engine, prompt: Prompt) -> str:
@@ -225,36 +311,25 @@ async def stream(pieces: Pieces, count: int, answer: Answer) -> AsyncGenerator[s
 
     Raises what goes wrong before the first event; later the headers are out, and the error is an event.
     """
-    usages = [Usage()] * count
     begun = False
     running = count
     try:
         async with aclosing(pieces):
             async for index, chunk in pieces:
-                usages[index] = chunk.usage
                 running -= chunk.finish_reason is not None
-                chunks = list(answer.chunks(index, chunk))
-                if not running and not answer.include_usage:
-                    chunks[-1] |= answer.report()
-                for data in chunks:
+                for event in answer.events(index, chunk, last=not running):
                     begun = True
-                    yield _event(data)
+                    yield event
     except Exception as error:
         if not begun:
             raise
         told = describe(error)
         if told.status == 500:
             log.exception("a stream broke off")
-        yield _event(told.body())
+        yield answer.failed(told)
         return
-    if answer.include_usage:
-        yield _event(answer.usage(usages) | answer.report())
-    yield "data: [DONE]\n\n"
-
-
-def _event(data: Json) -> str:
-    # ASCII only: some clients split lines at U+2028 and the like, which JSON may hold unescaped.
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+    for event in answer.end():
+        yield event
 
 
 class EventStream(StreamingResponse):

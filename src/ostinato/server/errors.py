@@ -1,4 +1,4 @@
-"""Every error the server answers, in the one shape OpenAI's clients read."""
+"""Every error the server answers, in the shape that the clients of the route's API read."""
 
 from __future__ import annotations
 
@@ -30,10 +30,39 @@ class ErrorAnswer:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """The HTTP response."""
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
+        """The JSON body for clients of Anthropic's API."""
+        kind = _ANTHROPIC_TYPES.get(self.status) or (
+            "invalid_request_error" if self.status < 500 else "api_error"
+        )
+        error = {"type": kind, "message": self.message}
+        return {"type": "error", "error": error, "request_id": request_id}
+
+    def response(self, scope: Mapping[str, Any]) -> Response:
+        """The HTTP response to the request of an ASGI scope."""
+        body = self.anthropic_body(request_id(scope)) if is_anthropic(scope["path"]) else self.body()
         # ASCII: a message may quote what the client sent, down to half a surrogate pair.
-        return Response(json.dumps(self.body()), self.status, self.headers, media_type="application/json")
+        return Response(json.dumps(body), self.status, self.headers, media_type="application/json")
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a route is of Anthropic's API."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def request_id(scope: Mapping[str, Any]) -> str:
+    """The id of a request, which `RequestIds` gave it."""
+    return scope.get("state", {}).get("request_id", "")
 
 
 class RefusedError(OstinatoError):
@@ -82,7 +111,7 @@ def add_error_handlers(app: FastAPI) -> None:
             answer = replace(answer, message=f"Method not allowed: {url}.")
         elif answer.param == "prompt" or isinstance(error, SchemaError):
             answer = replace(answer, param=getattr(request.state, "prompt_field", answer.param))
-        return answer.response()
+        return answer.response(request.scope)
 
     for kind in (RequestValidationError, HTTPException, *EXPECTED, Exception):
         app.add_exception_handler(kind, handle)

@@ -9,14 +9,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from ostinato.access.scope import rank
 from ostinato.errors import InvalidRequestError
-from ostinato.prompt.schema import Document, Documents, Item, Turn
+from ostinato.prompt.cache_control import NONE, CacheControl, cache_control
+from ostinato.prompt.chat import Chat
+from ostinato.prompt.schema import Document, Documents, Item, SchemaPrompt, Turn
+from ostinato.prompt.tools import in_turns, parts_of
 
 Json = dict[str, Any]
 Unsupported = Mapping[str, tuple[object, ...]]
 
 UNSUPPORTED_IN_MESSAGE: Unsupported = {
-    "tool_calls": ([],),
     "function_call": (),
     "audio": (),
     "prefix": (False,),
@@ -65,6 +68,7 @@ class TextPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["text"]
     text: Text
+    cache_control: Json | None = None
 
 
 class ReasoningPart(BaseModel):
@@ -75,9 +79,10 @@ class ReasoningPart(BaseModel):
     text: Text | None = None
     reasoning: Text | None = None
     """Another name for `text`."""
+    cache_control: Json | None = None
 
 
-class DocumentSource(BaseModel):
+class TextSource(BaseModel):
     """The text of a document. The models here read no other kind."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -86,13 +91,60 @@ class DocumentSource(BaseModel):
     data: Text
 
 
+class FileSource(BaseModel):
+    """A document that is registered with the server."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["file"]
+    file_id: Annotated[Text, Field(min_length=1, max_length=256)]
+
+
 class DocumentPart(BaseModel):
     """A document in a message's content, in the form of Anthropic's API."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["document"]
-    source: DocumentSource
+    source: Annotated[TextSource | FileSource, Field(discriminator="type")]
     title: Text | None = None
+    cache_control: Json | None = None
+
+    @property
+    def document(self) -> Document:
+        """The document for a prompt; one that is registered has its text yet to be looked up."""
+        given = isinstance(self.source, TextSource)
+        return Document(
+            self.source.data if isinstance(self.source, TextSource) else "",
+            self.title or "",
+            cache_control(self.cache_control, "cache_control"),
+            file_id="" if given else self.source.file_id,
+        )
+
+
+class Function(BaseModel):
+    """What is called, and with what."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: Text
+    arguments: Text = ""
+
+
+class ToolCall(BaseModel):
+    """A call of a tool, as the assistant made it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    id: Text
+    type: Literal["function"] = "function"
+    function: Function
+
+    def for_template(self) -> Json:
+        """Chat templates write arguments as JSON themselves, so they get what the JSON says."""
+        arguments: Any = self.function.arguments
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            pass
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 Part = Annotated[TextPart | ReasoningPart | DocumentPart, Field(discriminator="type")]
@@ -102,9 +154,12 @@ class ChatMessage(BaseModel):
     """One message of a conversation."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[Part] | None = None
     name: Text | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Text | None = None
+    cache_control: Json | None = None
 
     # Not OpenAI's: vLLM's names for what the assistant thought before it answered.
     reasoning_content: Text | None = None
@@ -123,7 +178,18 @@ class ChatMessage(BaseModel):
     def check(self, at: str) -> None:
         """Refuse what is missing or not built; `at` names the message."""
         refuse(self.model_extra or {}, UNSUPPORTED_IN_MESSAGE, f"{at}.")
-        if self.content is None:
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequestError(
+                f"{at} has tool_calls; only an assistant's may.", param=f"{at}.tool_calls"
+            )
+        if self.role == "tool" and self.tool_call_id is None:
+            raise InvalidRequestError(
+                f"{at} needs tool_call_id: which call it answers.", param=f"{at}.tool_call_id"
+            )
+        cache_control(self.cache_control, f"{at}.cache_control")
+        for number, part in enumerate(self.parts):
+            cache_control(part.cache_control, f"{at}.content[{number}].cache_control")
+        if self.content is None and not self.tool_calls:
             raise InvalidRequestError(f"{at} has no content.", param=f"{at}.content")
         if self.role != "assistant" and any(isinstance(part, ReasoningPart) for part in self.parts):
             raise InvalidRequestError(
@@ -134,23 +200,31 @@ class ChatMessage(BaseModel):
 
     def for_template(self) -> Json:
         """The message as chat templates take it: `developer` goes by its older name, which they know."""
-        fields = {"content", "name", "reasoning_content", "reasoning"}
+        fields = {"content", "name", "tool_call_id", "cache_control", "reasoning_content", "reasoning"}
         message = self.model_dump(include=fields, exclude_none=True)
-        return message | {"role": self._role}
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        return message | {"role": self._role} | ({"tool_calls": calls} if calls else {})
 
-    def turn(self) -> Turn:
-        """Its text as a turn of a prompt over a schema or over documents. What was thought beside it is left out."""
-        content = self.content or ""
-        if not isinstance(content, str):
-            content = "".join(part.text for part in self.parts if isinstance(part, TextPart))
-        return Turn(self._role, content)
+    def as_text(self) -> Json:
+        """Its text and calls alone, for a turn of a prompt over a schema or over documents."""
+        message = self.for_template()
+        if isinstance(self.content, list):
+            message["content"] = [part for part in message["content"] if part["type"] == "text"]
+        return message
 
     @property
-    def _role(self) -> Literal["system", "user", "assistant"]:
+    def _role(self) -> Literal["system", "user", "assistant", "tool"]:
         return "system" if self.role == "developer" else self.role
 
 
-def items(messages: Sequence[ChatMessage]) -> tuple[Item, ...]:
+def chat_prompt(messages: Sequence[ChatMessage], tools: Sequence[Json] = ()) -> Chat | SchemaPrompt:
+    """Messages as a prompt."""
+    if any(message.documents for message in messages):
+        return SchemaPrompt(None, items(messages, tools))
+    return Chat([message.for_template() for message in messages], tools)
+
+
+def items(messages: Sequence[ChatMessage], tools: Sequence[Json] = ()) -> tuple[Item, ...]:
     """Messages as what a prompt goes on with: their documents, behind a leading system turn, and turns.
 
     The documents of all messages stand together, before the conversation about them: there they are found
@@ -163,11 +237,27 @@ def items(messages: Sequence[ChatMessage]) -> tuple[Item, ...]:
                 param=f"messages[{index}].name",
                 code="unsupported_parameter",
             )
-    turns = [message.turn() for message in messages]
-    documents = tuple(
-        Document(part.source.data, part.title or "") for message in messages for part in message.documents
-    )
+    turns = [_turn(message) for message in in_turns([message.as_text() for message in messages], tools)]
+    documents = tuple(part.document for message in messages for part in message.documents)
     if not documents:
         return tuple(turns)
     leading = 1 if turns[0].role == "system" else 0
     return (*turns[:leading], Documents(documents), *turns[leading:])
+
+
+def _turn(message: Mapping[str, Any]) -> Turn:
+    """A message as a turn. It has one scope: the narrowest of its parts."""
+    parts = parts_of(message)
+    controls = [cache_control(part.get("cache_control", message.get("cache_control")), "") for part in parts]
+    return Turn(message["role"], "".join(part["text"] for part in parts), control=_narrowest(controls))
+
+
+def _narrowest(controls: Sequence[CacheControl]) -> CacheControl:
+    if not controls:
+        return NONE
+    # What names no scope has the caller's default, which is no wider than what the caller may name.
+    level = max((control.level for control in controls), key=lambda level: rank(level or "user"))
+    ttls = [control.ttl for control in controls if control.ttl is not None]
+    if level is not None and any(control.level is None for control in controls):
+        level = level if rank(level) > rank("user") else None
+    return CacheControl(level, min(ttls, default=None))

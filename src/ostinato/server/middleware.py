@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import uuid
 
 from fastapi.exceptions import HTTPException
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ostinato.server.errors import ErrorAnswer, describe
+from ostinato.server.errors import ErrorAnswer, describe, is_anthropic
 from ostinato.server.metrics import Metrics
 
 MAX_BODY_BYTES = 8 * 2**20
 ENDPOINTS = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/schemas", "/health", "/metrics"}
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/models",
+        "/v1/schemas",
+        "/health",
+        "/metrics",
+    }
 )
 
 
@@ -35,7 +45,7 @@ class ApiKeys:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        await refusal.response()(scope, receive, send)
+        await refusal.response(scope)(scope, receive, send)
 
     def _allowed(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -64,7 +74,7 @@ class BodyLimit:
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdigit() and int(declared) > self._limit:
             await self._discard(receive)
-            await describe(too_large).response()(scope, receive, send)
+            await describe(too_large).response(scope)(scope, receive, send)
             return
         size = 0
 
@@ -90,6 +100,28 @@ class BodyLimit:
             left -= len(message.get("body", b""))
             if not message.get("more_body", False):
                 return
+
+
+class RequestIds:
+    """Gives each request an id, told in the header in which clients of its API look for it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        name = b"request-id" if is_anthropic(scope["path"]) else b"x-request-id"
+
+        async def naming(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (name, request_id.encode())]
+            await send(message)
+
+        await self._app(scope, receive, naming)
 
 
 class CountRequests:

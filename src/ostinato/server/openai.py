@@ -1,36 +1,37 @@
-"""The OpenAI dialect: what a body asks of the engine, and the JSON that answers it."""
+"""The OpenAI dialect: what a body asks of the engine."""
 
 from __future__ import annotations
 
-import codecs
-import hashlib
-import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ostinato.engine.request import (
-    MAX_SESSION_NAME,
-    Chunk,
-    FinishReason,
-    Reply,
-    SamplingParams,
-    TokenLogprob,
-    Usage,
-)
+from ostinato.engine.grammar import Grammar, json_grammar
+from ostinato.engine.request import MAX_SESSION_NAME, SamplingParams
 from ostinato.errors import InvalidRequestError
+from ostinato.prompt.cache_control import cache_control, seconds
+from ostinato.prompt.chat import Chat
 from ostinato.prompt.pml import parse_prompt
-from ostinato.prompt.resolve import Placement, ReuseMode
+from ostinato.prompt.resolve import ReuseMode
 from ostinato.prompt.schema import SchemaPrompt
 from ostinato.prompt.schema import Text as PlainText
-from ostinato.server.messages import ChatMessage, Text, Unsupported, check_unicode, items, refuse, unicode
+from ostinato.server.messages import (
+    ChatMessage,
+    Text,
+    Unsupported,
+    chat_prompt,
+    check_unicode,
+    items,
+    refuse,
+    unicode,
+)
+from ostinato.server.tools import Calls, Tool, ToolCallParser, ToolUse
 
 T = TypeVar("T")
 Json = dict[str, Any]
-Prompt = PlainText | list[int] | list[Json] | SchemaPrompt
+Prompt = PlainText | list[int] | Chat | SchemaPrompt
 """A prompt as it came. Text is `PlainText`, so that nothing in it is ever read as PML."""
 
 MAX_CHOICES = 128
@@ -41,13 +42,11 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[Text, Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 # What a client may ask for that would change the answer and that is not built, with the values that ask
 # for nothing. Refused rather than ignored: a client that wants JSON and gets prose has no way to notice.
-UNSUPPORTED: Unsupported = {
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -78,6 +77,8 @@ UNSUPPORTED: Unsupported = {
 }
 
 
+ANSWER_FIELD = "response_format.json_schema.schema"
+
 SessionName = Annotated[str, Field(max_length=MAX_SESSION_NAME), AfterValidator(unicode)]
 
 
@@ -103,6 +104,7 @@ class GenerationRequest(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED
 
     model: str
     max_tokens: Count | None = None
@@ -118,6 +120,7 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     prompt_cache_key: SessionName | None = None
     metadata: Metadata | None = None
+    prompt_cache_retention: str | None = None
     user: SessionName | None = None
 
     # Not OpenAI's; the names are vLLM's.
@@ -137,8 +140,9 @@ class GenerationRequest(BaseModel):
         """The prompts of the body, in order."""
         raise NotImplementedError
 
-    def sampling(self) -> SamplingParams:
-        """How to sample, without what is particular to an endpoint."""
+    def sampling(self, calls: Calls) -> SamplingParams:
+        """How to sample; `calls` is how the model writes calls of tools."""
+        del calls
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             max_tokens=self.max_tokens,
@@ -168,6 +172,18 @@ class GenerationRequest(BaseModel):
         return self.prompt_cache_key or of_metadata or self.user or ""
 
     @property
+    def ttl(self) -> float | None:
+        """Seconds for which what is computed is worth keeping; None leaves it to the server."""
+        if self.prompt_cache_retention in (None, "in_memory", "in-memory"):
+            return None
+        return seconds(self.prompt_cache_retention, "prompt_cache_retention")
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that the prompt came in."""
+        raise NotImplementedError
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that counts tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -184,14 +200,15 @@ class GenerationRequest(BaseModel):
         check_unicode(self.pml)
         return SchemaPrompt.from_json(self.pml)
 
-    def engine_requests(self) -> list[tuple[Prompt, SamplingParams]]:
+    def engine_requests(self, calls: Calls) -> list[tuple[Prompt, SamplingParams]]:
         """One engine request for each choice of each prompt. Choice i of a seeded request has seed + i."""
-        refuse(self.model_extra or {}, UNSUPPORTED)
+        refuse(self.model_extra or {}, self.unsupported)
+        _ = self.ttl  # raises if it is malformed
         if self.stream_options and not self.stream:
             raise InvalidRequestError(
                 "stream_options is only allowed when stream is true.", param="stream_options"
             )
-        params, prompts = self.sampling(), self.prompts()
+        params, prompts = self.sampling(calls), self.prompts()
         if len(prompts) * self.choices > MAX_CHOICES:
             raise InvalidRequestError(
                 f"{len(prompts)} prompts with n={self.choices} make {len(prompts) * self.choices} choices; "
@@ -204,6 +221,57 @@ class GenerationRequest(BaseModel):
         return [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in seeds]
 
 
+class FunctionDefinition(BaseModel):
+    """A tool's name, what it is for, and the JSON schema of its arguments."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: ToolName
+    description: Text | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(BaseModel):
+    """A tool that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function"]
+    function: FunctionDefinition
+    cache_control: Json | None = None
+
+
+class FunctionName(BaseModel):
+    """Names a function."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: ToolName
+
+
+class ToolChoice(BaseModel):
+    """The one tool that must be called."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(BaseModel):
+    """The schema of a reply in JSON."""
+
+    model_config = ConfigDict(strict=True, extra="allow", populate_by_name=True)
+    name: Text | None = None
+    schema_: Annotated[Json | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """The form of a reply."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class ChatCompletionRequest(GenerationRequest):
     """The body of `POST /v1/chat/completions`."""
 
@@ -211,27 +279,88 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=512)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages" if self.pml is None else "pml"
+
+    def tool_use(self) -> ToolUse:
+        """What the body says of tools."""
+        tools: list[Tool] = []
+        for number, tool in enumerate(self.tools or ()):
+            at = f"tools[{number}]"
+            check_unicode(tool.function.parameters)
+            cache_control(tool.cache_control, f"{at}.cache_control")
+            function = tool.function
+            tools.append(
+                Tool(
+                    function.name,
+                    function.description or "",
+                    function.parameters,
+                    bool(function.strict),
+                    tool.cache_control,
+                    f"{at}.function.parameters",
+                )
+            )
+        choice = self.tool_choice or "auto"
+        name = None if isinstance(choice, str) else choice.function.name
+        return ToolUse.checked(
+            tools,
+            choice if isinstance(choice, str) else "required",
+            name,
+            parallel=self.parallel_tool_calls is not False,
+        )
+
+    def parser(self, calls: Calls) -> ToolCallParser:
+        """Finds the calls of tools in a reply."""
+        return self.tool_use().parser(calls, self._grammar(calls))
+
+    def _grammar(self, calls: Calls) -> Grammar | None:
+        schema, lenient = self._answer_schema()
+        tools = self.tool_use()
+        if tools.may_call:
+            return tools.grammar(calls, schema, field=ANSWER_FIELD, lenient=lenient)
+        return None if schema is None else json_grammar(schema, ANSWER_FIELD, lenient=lenient)
+
+    def _answer_schema(self) -> tuple[Json | None, bool]:
+        """The JSON schema of the reply, if it has one, and whether what is not supported in it is left out."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None, False
+        if form.type == "json_object":
+            return {"type": "object"}, False
+        given = form.json_schema
+        if given is None or given.schema_ is None:
+            at = "response_format.json_schema" + ("" if given is None else ".schema")
+            raise InvalidRequestError(f"{at} is missing.", param=at, code="invalid_value")
+        check_unicode(given.schema_)
+        return given.schema_, not given.strict
 
     def prompts(self) -> list[Prompt]:
         messages = self.messages or []
         for i, message in enumerate(messages):
             message.check(f"messages[{i}]")
+        tools = [tool.for_prompt() for tool in self.tool_use().tools]
         if self.pml is not None:
-            return [self.schema_prompt().then(*items(messages))]
+            return [self.schema_prompt().then(*items(messages, tools))]
         if not messages:
             raise _missing("messages", "must hold a message at least")
-        if any(message.documents for message in messages):
-            return [SchemaPrompt(None, items(messages))]
-        return [[message.for_template() for message in messages]]
+        return [chat_prompt(messages, tools)]
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, calls: Calls) -> SamplingParams:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise InvalidRequestError(
                 "max_tokens and max_completion_tokens mean the same; send one of them.", param="max_tokens"
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
-        params = super().sampling()
+        params = replace(super().sampling(calls), grammar=self._grammar(calls))
+        if self.tools:
+            params = replace(params, markers=calls.markers)
         if self.max_completion_tokens is not None:
             params = replace(params, max_tokens=self.max_completion_tokens)
         return replace(params, logprobs=self.top_logprobs or 0) if self.logprobs else params
@@ -240,9 +369,19 @@ class ChatCompletionRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """The body of `POST /v1/completions`."""
 
+    unsupported = UNSUPPORTED | {
+        "response_format": ({"type": "text"},),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+    }
+
     prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
+
+    @property
+    def prompt_field(self) -> str:
+        return "prompt" if self.pml is None else "pml"
 
     def prompts(self) -> list[Prompt]:
         if self.pml is not None:
@@ -274,7 +413,7 @@ class CompletionRequest(GenerationRequest):
             )
         return self.schema_prompt().then(*([PlainText(prompt)] if prompt else []))
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, calls: Calls) -> SamplingParams:
         if self.echo and self.logprobs is not None:
             raise InvalidRequestError(
                 "echo with logprobs (log-probabilities of the prompt) is not supported.",
@@ -282,7 +421,7 @@ class CompletionRequest(GenerationRequest):
                 code="unsupported_parameter",
             )
         # 16 is the default of the OpenAI API for this endpoint.
-        return replace(super().sampling(), max_tokens=_or(self.max_tokens, 16), logprobs=self.logprobs)
+        return replace(super().sampling(calls), max_tokens=_or(self.max_tokens, 16), logprobs=self.logprobs)
 
 
 def _missing(field: str, must: str) -> InvalidRequestError:
@@ -300,202 +439,3 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
                 f"logit_bias maps token ids to biases; {key[:20]!r} is not a token id.", param="logit_bias"
             )
     return {int(key): value for key, value in bias.items()}
-
-
-def usage_json(usages: Sequence[Usage], choices: int) -> Json:
-    """`usage` of a response with `choices` answers a prompt.
-
-    The prompt is counted once however many answers it got, as OpenAI does. So are its cached tokens: the
-    fewest of any answer, because the answers that came later were served from what the first computed.
-    """
-    first = usages[::choices]
-    cached = [
-        min(usage.cached_tokens for usage in usages[start : start + choices])
-        for start in range(0, len(usages), choices)
-    ]
-    prompt = sum(usage.prompt_tokens for usage in first)
-    completion = sum(usage.completion_tokens for usage in usages)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(cached)},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }
-
-
-def fingerprint(model_fingerprint: str, version: str) -> str:
-    """`system_fingerprint`: the same while the same weights run in the same version."""
-    return "fp_" + hashlib.sha256(f"{model_fingerprint}|{version}".encode()).hexdigest()[:12]
-
-
-@dataclass
-class Answer:
-    """One response under construction; the JSON of its whole, or of its chunks as they come."""
-
-    model: str
-    fingerprint: str
-    choices: int = 1
-    include_usage: bool = False
-    placements: Sequence[Placement] | None = None
-    """Where the parts of a prompt over a schema stand, for the client to know."""
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    kind: ClassVar[str] = "text_completion"
-    chunk_kind: ClassVar[str] = "text_completion"
-
-    def whole(self, replies: Sequence[Reply]) -> Json:
-        """The body of a response that is not streamed."""
-        choices = [self._choice(index, reply) for index, reply in enumerate(replies)]
-        usage = usage_json([reply.usage for reply in replies], self.choices)
-        return self._body(self.kind, choices) | {"usage": usage} | self.report()
-
-    def chunks(self, index: int, chunk: Chunk) -> Iterator[Json]:
-        """The streamed chunks that bring one piece of choice `index`."""
-        for choice in self._chunk_choices(index, chunk):
-            yield self._chunk([choice])
-
-    def usage(self, usages: Sequence[Usage]) -> Json:
-        """The last chunk of a stream that counts tokens."""
-        return self._chunk([]) | {"usage": usage_json(usages, self.choices)}
-
-    def report(self) -> Json:
-        """What only this server tells, once an answer."""
-        if self.placements is None:
-            return {}
-        return {"ostinato": {"placements": [asdict(placement) for placement in self.placements]}}
-
-    def _chunk(self, choices: list[Json]) -> Json:
-        body = self._body(self.chunk_kind, choices)
-        # As OpenAI does: with include_usage each chunk has the field, without it none has.
-        return body | {"usage": None} if self.include_usage else body
-
-    def _body(self, kind: str, choices: list[Json]) -> Json:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
-        }
-
-    def _choice(self, index: int, reply: Reply) -> Json:
-        raise NotImplementedError
-
-    def _chunk_choices(self, index: int, chunk: Chunk) -> Iterator[Json]:
-        raise NotImplementedError
-
-
-@dataclass
-class ChatAnswer(Answer):
-    """The answer to `POST /v1/chat/completions`."""
-
-    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
-    logprobs: bool = False
-    _begun: set[int] = field(default_factory=set[int])
-
-    kind: ClassVar[str] = "chat.completion"
-    chunk_kind: ClassVar[str] = "chat.completion.chunk"
-
-    def _choice(self, index: int, reply: Reply) -> Json:
-        message = {"role": "assistant", "content": reply.text, "refusal": None}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(reply.logprobs),
-            "finish_reason": reply.finish_reason,
-        }
-
-    def _chunk_choices(self, index: int, chunk: Chunk) -> Iterator[Json]:
-        def choice(delta: Json, logprobs: Json | None = None, finish: FinishReason | None = None) -> Json:
-            return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-
-        if index not in self._begun:
-            self._begun.add(index)
-            yield choice({"role": "assistant", "content": "", "refusal": None})
-        if chunk.text or chunk.logprobs:
-            yield choice({"content": chunk.text}, self._logprobs(chunk.logprobs))
-        if chunk.finish_reason:
-            yield choice({}, finish=chunk.finish_reason)
-
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
-        def entry(item: TokenLogprob) -> Json:
-            return {"token": item.token, "logprob": _finite(item.logprob), "bytes": list(item.token_bytes)}
-
-        if not self.logprobs:
-            return None
-        content = [entry(item) | {"top_logprobs": [entry(top) for top in item.top]} for item in logprobs]
-        return {"content": content, "refusal": None}
-
-
-@dataclass
-class CompletionAnswer(Answer):
-    """The answer to `POST /v1/completions`. `echoes` are the texts to send before the answers, if any."""
-
-    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
-    logprobs: bool = False
-    echoes: Sequence[str] = ()
-    _offsets: dict[int, _TextOffsets] = field(default_factory=dict[int, "_TextOffsets"])
-
-    def _choice(self, index: int, reply: Reply) -> Json:
-        return {
-            "index": index,
-            "text": self._echo(index) + reply.text,
-            "logprobs": self._logprobs(index, reply.logprobs),
-            "finish_reason": reply.finish_reason,
-        }
-
-    def _chunk_choices(self, index: int, chunk: Chunk) -> Iterator[Json]:
-        text = chunk.text
-        if index not in self._offsets:
-            text = self._echo(index) + text
-            self._offsets[index] = _TextOffsets()
-        if text or chunk.logprobs or chunk.finish_reason:
-            yield {
-                "index": index,
-                "text": text,
-                "logprobs": self._logprobs(index, chunk.logprobs),
-                "finish_reason": chunk.finish_reason,
-            }
-
-    def _echo(self, index: int) -> str:
-        return self.echoes[index // self.choices] if self.echoes else ""
-
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> Json | None:
-        if not self.logprobs:
-            return None
-        offsets = self._offsets.setdefault(index, _TextOffsets())
-        return {
-            "tokens": [item.token for item in logprobs],
-            "token_logprobs": [_finite(item.logprob) for item in logprobs],
-            "top_logprobs": [_top(item) for item in logprobs],
-            "text_offset": [offsets.of(item) for item in logprobs],
-        }
-
-
-class _TextOffsets:
-    """Where each token begins in the text. Counted over bytes: a character may span several tokens."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._length = 0
-
-    def of(self, token: TokenLogprob) -> int:
-        offset = self._length
-        self._length += len(self._decoder.decode(token.token_bytes))
-        return offset
-
-
-def _top(item: TokenLogprob) -> dict[str, float]:
-    """The legacy form: token text to log-probability, of the chosen token too if not among the top."""
-    top: dict[str, float] = {}
-    for other in (*item.top, item):
-        top.setdefault(other.token, _finite(other.logprob))
-    return top
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no -inf; OpenAI writes -9999 for a token that cannot be."""
-    return max(logprob, -9999.0)

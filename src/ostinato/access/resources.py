@@ -1,0 +1,324 @@
+"""Registered documents and schemas: their text, whose it is, and who may read it (the rules: `grants.py`).
+
+Whoever uses one asks here each time, and is answered by the file as it is at that moment: a grant taken back, by this
+process or another, is gone at the next request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sqlite3
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from ostinato.access.audit import Action, Audit
+from ostinato.access.errors import ConflictError, ForbiddenError, NotFoundError
+from ostinato.access.grants import (
+    Reader,
+    check_publish,
+    manages,
+    may_change,
+    may_read,
+    owns,
+    parse_readers,
+)
+from ostinato.access.names import check_name, shown
+from ostinato.access.principal import Principal
+from ostinato.access.scope import Level, Scope
+from ostinato.access.state import State
+from ostinato.errors import InvalidRequestError
+
+Kind = Literal["document", "schema"]
+
+PREFIXES: dict[Kind, str] = {"document": "doc_", "schema": "sch_"}
+
+_ID = re.compile(r"(?:doc|sch)_[0-9a-f]{32}", re.ASCII)
+_READERS = "(SELECT json_group_array(reader) FROM readers WHERE resource = resources.id)"
+_COLUMNS = f"id, kind, name, org, user, level, session, ttl, created, {_READERS}"
+
+
+@dataclass(frozen=True)
+class ResourceInfo:
+    """A document or schema without its text."""
+
+    id: str
+    kind: Kind
+    name: str
+    org: str
+    user: str
+    level: Level
+    session: str = ""
+    ttl: float | None = None
+    """Seconds that its KV is kept without being used; None: as the cache sees fit."""
+    created: float = 0.0
+    readers: frozenset[Reader] = field(default_factory=frozenset[Reader])
+
+    @property
+    def scope(self) -> Scope:
+        """The scope of its KV: its own, within its level."""
+        org = "" if self.level == "public" else self.org
+        user = self.user if self.level in ("user", "session") else ""
+        return Scope(self.level, org, user, self.session, self.id)
+
+
+@dataclass(frozen=True)
+class Resource(ResourceInfo):
+    """A document or schema with its text."""
+
+    content: str = field(default="", repr=False)
+
+
+class Resources:
+    """The documents and schemas of a state, as far as each principal may see and change them."""
+
+    def __init__(self, state: State, audit: Audit) -> None:
+        self._state = state
+        self._audit = audit
+
+    def add(
+        self,
+        principal: Principal,
+        kind: Kind,
+        name: str,
+        content: str,
+        level: Level = "user",
+        *,
+        readers: Iterable[str] = (),
+        session: str = "",
+        ttl: float | None = None,
+    ) -> Resource:
+        """Register the principal's document or schema.
+
+        Args:
+            principal: the owner.
+            kind: which of the two.
+            name: what it is called; the owner has one of that kind and name (in each session).
+            content: its text.
+            level: who may read it, where there are no readers.
+            readers: who may read it, as `group:NAME` and `user:NAME`.
+            session: of level session: which of the owner's.
+            ttl: seconds to keep its KV.
+        """
+        check_name(name, "name", "name")
+        if name.startswith(tuple(PREFIXES.values())):
+            raise InvalidRequestError(f"A name cannot begin as an id does ({shown(name)}).", param="name")
+        if (level == "session") != bool(session):
+            raise InvalidRequestError("Level session, and no other, needs a session.", param="session")
+        if session:
+            check_name(session, "session", "session")
+        _check_text(content)
+        allowed = parse_readers(readers, level)
+        try:
+            check_publish(principal, level)
+        except ForbiddenError:
+            self._audit.refused(principal, "escalation", name, {"level": level, "resource": kind})
+            raise
+        resource = Resource(
+            PREFIXES[kind] + secrets.token_hex(16),
+            kind,
+            name,
+            principal.org,
+            principal.user,
+            level,
+            session,
+            ttl,
+            self._state.now(),
+            allowed,
+            content,
+        )
+        self._insert(principal, resource)
+        return resource
+
+    def _insert(self, principal: Principal, resource: Resource) -> None:
+        values = (
+            resource.id,
+            resource.kind,
+            resource.name,
+            resource.org,
+            resource.user,
+            resource.level,
+            resource.session,
+            resource.ttl,
+            resource.created,
+            resource.content,
+        )
+        with self._state.transaction() as db:
+            try:
+                db.execute(
+                    "INSERT INTO resources (id, kind, name, org, user, level, session, ttl, created, content) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    values,
+                )
+            except sqlite3.IntegrityError:
+                raise ConflictError(
+                    f"You have a {resource.kind} {shown(resource.name)} already. Remove it first, or choose "
+                    "another name.",
+                    param="name",
+                    code="name_taken",
+                ) from None
+            texts = sorted(str(reader) for reader in resource.readers)
+            db.executemany("INSERT INTO readers VALUES (?, ?)", [(resource.id, text) for text in texts])
+            detail = {"name": resource.name, "level": resource.level, "readers": texts}
+            self._audit.record(principal, _action(resource.kind, "register"), resource.id, detail=detail)
+
+    def get(self, principal: Principal, reference: str, kind: Kind, *, session: str = "") -> Resource:
+        """The document or schema of an id or a name, if the principal may read it; else 404, whatever the reason.
+
+        Where several have the name, the principal's own comes first, then what is shared with it by name or group,
+        its organisation's, and what is public (its organisation's before others'); among those the oldest, so that
+        nobody takes over a name by registering it again. What belongs to a session has its name only there.
+        """
+        for info in self._candidates(principal, reference, kind, session):
+            if may_read(principal, info):
+                # The text is read only now: what is not the principal's takes no time by its size.
+                row = self._state.row("SELECT content FROM resources WHERE id = ?", info.id)
+                if row is not None:
+                    return Resource(**vars(info), content=row[0])
+        if _ID.fullmatch(reference):
+            # Written whether it exists or not: neither the answer nor its time tells the two apart.
+            self._audit.refused(principal, "not_found", reference)
+        raise _not_found(kind, reference)
+
+    def own(self, principal: Principal, name: str, kind: Kind, *, session: str = "") -> ResourceInfo | None:
+        """The principal's own of that name."""
+        row = self._state.row(
+            f"SELECT {_COLUMNS} FROM resources WHERE org = ? AND user = ? AND session = ? AND kind = ? AND name = ?",
+            principal.org,
+            principal.user,
+            session,
+            kind,
+            name,
+        )
+        return None if row is None else ResourceInfo(**_fields(row))
+
+    def visible(self, principal: Principal, kind: Kind | None = None) -> list[ResourceInfo]:
+        """All that the principal may read, in the order of names."""
+        rows = self._state.rows(
+            f"SELECT {_COLUMNS} FROM resources WHERE (org = ?1 OR level = 'public') AND (?2 IS NULL OR kind = ?2) "
+            "ORDER BY name, rowid",
+            principal.org,
+            kind,
+        )
+        infos = [ResourceInfo(**_fields(row)) for row in rows]
+        return [info for info in infos if may_read(principal, info)]
+
+    def remove(self, principal: Principal, reference: str, kind: Kind, *, session: str = "") -> ResourceInfo:
+        """Remove a document or schema, text and grants; it is returned, for its KV to be forgotten."""
+        with self._state.transaction() as db:
+            info = self._changeable(principal, reference, kind, session)
+            db.execute("DELETE FROM resources WHERE id = ?", (info.id,))
+            detail = {"name": info.name, "owner": info.user}
+            self._audit.record(principal, _action(kind, "remove"), info.id, org=info.org, detail=detail)
+            self._state.scrub()
+        return info
+
+    def set_readers(
+        self, principal: Principal, reference: str, kind: Kind, readers: Iterable[str], *, session: str = ""
+    ) -> ResourceInfo:
+        """Say anew who may read it; whoever is not among them any more is refused from now on."""
+        with self._state.transaction() as db:
+            info = self._changeable(principal, reference, kind, session)
+            wanted = parse_readers(readers, info.level)
+            if info.level == "org" and info.readers and not wanted and not manages(principal, info.org):
+                try:
+                    check_publish(principal, "org")
+                except ForbiddenError:
+                    self._audit.refused(principal, "escalation", info.id)
+                    raise
+            changes: tuple[tuple[Action, frozenset[Reader], str], ...] = (
+                ("grant", wanted - info.readers, "INSERT INTO readers VALUES (?, ?)"),
+                ("revoke", info.readers - wanted, "DELETE FROM readers WHERE resource = ? AND reader = ?"),
+            )
+            for action, changed, statement in changes:
+                texts = sorted(str(reader) for reader in changed)
+                db.executemany(statement, [(info.id, text) for text in texts])
+                if texts:
+                    detail = {"name": info.name, "readers": texts}
+                    self._audit.record(principal, action, info.id, org=info.org, detail=detail)
+            row = self._state.row(f"SELECT {_COLUMNS} FROM resources WHERE id = ?", info.id)
+            return ResourceInfo(**_fields(row))
+
+    def forget(self, forgotten: Callable[[ResourceInfo], bool]) -> list[ResourceInfo]:
+        """Remove all that `forgotten` holds for, and return them. Whether the asker may is the caller's to check."""
+        with self._state.transaction() as db:
+            rows = self._state.rows(f"SELECT {_COLUMNS} FROM resources ORDER BY rowid")
+            gone = [info for info in (ResourceInfo(**_fields(row)) for row in rows) if forgotten(info)]
+            db.executemany("DELETE FROM resources WHERE id = ?", [(info.id,) for info in gone])
+            if gone:
+                self._state.scrub()
+        return gone
+
+    def _candidates(
+        self, principal: Principal, reference: str, kind: Kind, session: str
+    ) -> list[ResourceInfo]:
+        """Those that may be meant, the first choice first; not all are for the principal to read."""
+        by_id = _ID.fullmatch(reference) is not None
+        try:
+            rows = self._state.rows(
+                f"SELECT {_COLUMNS} FROM resources WHERE kind = ? AND "
+                + (
+                    "id = ?"
+                    if by_id
+                    else "name = ? AND (org = ? OR level = 'public') AND (level != 'session' OR session = ?)"
+                ),
+                *((kind, reference) if by_id else (kind, reference, principal.org, session)),
+            )
+        except UnicodeEncodeError:
+            return []  # half a surrogate pair: nothing is called so
+        found = [ResourceInfo(**_fields(row)) for row in rows]
+        return sorted(found, key=lambda each: _distance(principal, each))
+
+    def _changeable(self, principal: Principal, reference: str, kind: Kind, session: str) -> ResourceInfo:
+        """What is meant, if the principal may change it; 404 if it may not even know of it."""
+        by_id = _ID.fullmatch(reference) is not None
+        for info in self._candidates(principal, reference, kind, session):
+            mine = may_change(principal, info)
+            # An administrator reaches what it cannot read by its id alone: a name may be several users'.
+            if not may_read(principal, info) and not (by_id and mine):
+                continue
+            if mine:
+                return info
+            self._audit.refused(principal, "not_owner", info.id)
+            raise ForbiddenError(
+                f"The {kind} {shown(reference)} is another's: its owner changes it, or who has admin:org."
+            )
+        if _ID.fullmatch(reference):
+            self._audit.refused(principal, "not_found", reference)
+        raise _not_found(kind, reference)
+
+
+def _distance(principal: Principal, resource: ResourceInfo) -> tuple[int, bool]:
+    """How far from the principal: its own, shared with it, its organisation's, everyone's; then whether from abroad."""
+    if owns(principal, resource):
+        return (0 if resource.session else 1), False
+    if resource.readers:
+        return 2, False
+    return (3 if resource.level != "public" else 4), principal.org != resource.org
+
+
+def _check_text(content: str) -> None:
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            "The text holds half a surrogate pair: it is not Unicode.", param="content"
+        ) from None
+
+
+def _action(kind: Kind, what: Literal["register", "remove"]) -> Action:
+    return cast("Action", f"{kind}.{what}")
+
+
+def _not_found(kind: Kind, reference: str) -> NotFoundError:
+    return NotFoundError(f"There is no {kind} {shown(reference)} that you may use.", code=f"{kind}_not_found")
+
+
+def _fields(row: Any) -> dict[str, Any]:
+    names = ("id", "kind", "name", "org", "user", "level", "session", "ttl", "created")
+    readers = [text.partition(":") for text in json.loads(row[9])]
+    return dict(zip(names, row, strict=False)) | {
+        "readers": frozenset(Reader(kind, name) for kind, _, name in readers)
+    }

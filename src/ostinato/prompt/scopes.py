@@ -1,0 +1,160 @@
+"""From a prompt to one whose every chain has one scope: who may reuse which stretch of it.
+
+Scopes narrow along what is seen. A chain is cut where its scope gets narrower; each piece goes on where the one
+before it ends and sees all of it, so the model computes what it would compute of the whole, but the wide beginning is
+keyed, and found, without the narrow rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ostinato.access.principal import LOCAL, Permission, Principal
+from ostinato.access.scope import PUBLIC, Level, Scope, narrower
+from ostinato.errors import ForbiddenError, InvalidRequestError
+from ostinato.prompt.span import Chain, Prompt, Span, View
+
+_PERMISSIONS: Mapping[Level, Permission] = {"public": "publish:public", "org": "publish:org"}
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Who asks, and what holds of all that a request leaves open."""
+
+    principal: Principal = LOCAL
+    session: str = ""
+    """The client's name of the session; it names a scope only within the principal's own."""
+    level: Level = "user"
+    ttl: float | None = None
+    limits: Mapping[Level, float] = field(default_factory=dict[Level, float])
+    """Longest time to live that a scope of each level may have, in seconds."""
+
+    @property
+    def own(self) -> Scope:
+        """The scope of what names none."""
+        return self.scope(self.level)
+
+    def scope(self, wanted: Level | Scope | None) -> Scope:
+        """The scope that a span gets which asks for `wanted`.
+
+        Raises:
+            ForbiddenError: it would be shared further than the principal may.
+            InvalidRequestError: it asks for the scope of a session that it does not name.
+        """
+        if isinstance(wanted, Scope):
+            # Alone, nobody shares with anybody: a scope of its own would be a border for nothing.
+            return self.own if wanted == PUBLIC and self.principal is LOCAL else wanted
+        level = wanted or self.level
+        needed = _PERMISSIONS.get(level)
+        if needed is not None and not self.principal.may(needed):
+            raise ForbiddenError(
+                f"Scope '{level}' shares text beyond its user, which this key may not: it lacks the permission "
+                f"{needed}. Leave the scope out, or ask for a key that has it.",
+                param="cache_control.scope",
+            )
+        if level == "session" and not self.session:
+            raise InvalidRequestError(
+                "Scope 'session' needs a session: name it in prompt_cache_key or metadata.session_id.",
+                param="cache_control.scope",
+            )
+        return self.principal.scope(level, self.session)
+
+    def ttl_of(self, span: Span, scope: Scope) -> float | None:
+        asked = self.ttl if span.ttl is None else span.ttl
+        return least(asked, self.limits.get(scope.level))
+
+
+def scoped(prompt: Prompt, asker: Asker, *, smallest: int) -> Prompt:
+    """The prompt in chains of one scope each, with times to live that only get shorter along what is seen.
+
+    Args:
+        prompt: what to scope.
+        asker: whose it is.
+        smallest: a template's text at the beginning that has fewer tokens stays with what follows it.
+    """
+    made: list[Chain] = []
+    pieces: list[list[tuple[int, int, int]]] = []
+    """Of each chain of the prompt: the chains made of it, and which of its tokens each has."""
+    for chain in prompt.chains:
+        sees = tuple(moved for view in chain.sees for moved in _moved(view, pieces))
+        pieces.append([])
+        begin = 0
+        for number, group in enumerate(_groups(chain, [made[view.chain] for view in sees], asker, smallest)):
+            earlier = tuple(View(piece) for piece, _, _ in pieces[-1])
+            count = sum(len(span.token_ids) for span in group)
+            pieces[-1].append((len(made), begin, begin + count))
+            made.append(
+                replace(
+                    chain,
+                    spans=tuple(group),
+                    start=chain.start + begin,
+                    sees=(*sees, *earlier),
+                    scope=_scope(group[-1]),
+                    ttl=group[-1].ttl,
+                    continues=number > 0,
+                )
+            )
+            begin += count
+    return Prompt(tuple(made))
+
+
+def _groups(chain: Chain, seen: Sequence[Chain], asker: Asker, smallest: int) -> list[list[Span]]:
+    """The spans of a chain with the scopes and times they have in effect, those of one scope together."""
+    scope: Scope | None = None
+    ttl: float | None = None
+    for other in seen:
+        assert other.scope is not None
+        scope = other.scope if scope is None else narrower(scope, other.scope, asker=asker.own)
+        ttl = least(ttl, other.ttl)
+    spans: list[Span] = []
+    waiting: list[Span] = []
+    for span in chain.spans:
+        wanted = chain.scope if span.scope is None else span.scope
+        if span.kind == "template" and wanted is None:
+            if scope is None:  # a template's text at the beginning goes with what follows it
+                waiting.append(span)
+                continue
+            own = scope
+        else:
+            own = asker.scope(wanted)
+        scope = own if scope is None else narrower(scope, own, asker=asker.own)
+        asked = replace(span, ttl=chain.ttl if span.ttl is None else span.ttl)
+        ttl = least(ttl, asker.ttl_of(asked, scope))
+        spans += [replace(each, scope=scope, ttl=ttl) for each in (*waiting, span)]
+        waiting.clear()
+    own = scope or asker.own
+    spans += [replace(each, scope=own, ttl=least(ttl, asker.ttl_of(each, own))) for each in waiting]
+    groups: list[list[Span]] = []
+    for span in spans or [Span((), scope=own, ttl=ttl)]:
+        if groups and (_scope(groups[-1][-1]) == span.scope or _too_short(groups[-1], smallest)):
+            groups[-1] = [replace(each, scope=span.scope) for each in groups[-1]]
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups
+
+
+def _too_short(group: Sequence[Span], smallest: int) -> bool:
+    return all(span.kind == "template" for span in group) and smallest > sum(
+        len(span.token_ids) for span in group
+    )
+
+
+def _scope(span: Span) -> Scope:
+    assert isinstance(span.scope, Scope)
+    return span.scope
+
+
+def _moved(view: View, pieces: Sequence[Sequence[tuple[int, int, int]]]) -> Iterator[View]:
+    """What a view of a chain is of the chains made of it."""
+    for piece, begin, end in pieces[view.chain]:
+        first = max(view.start, begin)
+        last = end if view.end is None else min(view.end, end)
+        if first < last:
+            yield View(piece, first - begin, None if last == end else last - begin)
+
+
+def least(a: float | None, b: float | None) -> float | None:
+    """The shorter of two times, None being for ever."""
+    return b if a is None else a if b is None else min(a, b)
