@@ -180,6 +180,8 @@ def test_empty_tables_say_what_next(shell: Shell) -> None:
         (("issuers", "remove", "nobody"), 1, "ostinato issuers list"),
         (("issuers", "add", "x", "--audience", "a", "--jwks", "http://example.com/keys"), 2, "https"),
         (("issuers", "add", "x", "--audience", "a", "--jwks", "missing.json"), 2, "missing.json"),
+        (("keys", "revoke", "\udcff"), 2, "not Unicode"),
+        (("audit", "--org", "\udcff"), 2, "not Unicode"),
         (("audit", "--since", "yesterday"), 2, "2026-01-31"),
         (("audit", "--action", "dance"), 2, "key.create"),
     ],

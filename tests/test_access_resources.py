@@ -160,6 +160,8 @@ def test_bad_names(access: Access, name: str) -> None:
     with pytest.raises(InvalidRequestError):
         access.resources.add(ALICE, "document", name, "text")
     assert not sees(access, ALICE, name)
+    assert access.resources.own(ALICE, name, "document") is None
+    assert access.audit.read()[-1].detail == {"kind": "not_found", "resource": "document"}
 
 
 def test_whose_name_it_is(access: Access) -> None:

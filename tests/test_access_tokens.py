@@ -528,10 +528,7 @@ def test_keys_from_a_url(access: Access, publisher: Publisher) -> None:
     assert publisher.asked == 2
     # Made-up key ids do not make this server a weapon against the issuer.
     for number in range(50):
-        refused(
-            access, token("rsa-other", kid=f"made-up-{number}"), "not signed by a key"
-        ) if number < 5 else None
-        with pytest.raises(UnauthenticatedError):
+        with pytest.raises(UnauthenticatedError, match="not signed by a key"):
             ask(access, token("rsa-other", kid=f"made-up-{number}"))
     assert publisher.asked == 2
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from ostinato import Engine, SamplingParams
+from ostinato.access.errors import ForbiddenError
 from ostinato.access.principal import LOCAL, Principal
 from ostinato.access.scope import PUBLIC, Level, Scope, narrower
-from ostinato.errors import ForbiddenError, InvalidRequestError
+from ostinato.errors import InvalidRequestError
 from ostinato.prompt.scopes import Asker, scoped
 from ostinato.prompt.span import Chain, Prompt, Span, View, plain
 from server_fixtures import idle, wait_until

@@ -14,13 +14,6 @@ class InvalidRequestError(OstinatoError):
         self.code = code
 
 
-class ForbiddenError(InvalidRequestError):
-    """The request asks for more than its principal may (HTTP 403)."""
-
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message, param=param, code="forbidden")
-
-
 class PromptTooLongError(InvalidRequestError):
     """The prompt does not fit the model's context or the KV pool."""
 

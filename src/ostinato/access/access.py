@@ -102,8 +102,10 @@ class Access:
 
     def close(self) -> None:
         """Write what is still to be written, and close the state."""
-        self.audit.flush()
-        self.state.close()
+        try:
+            self.audit.flush()
+        finally:
+            self.state.close()
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,7 @@ import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from ostinato.access.audit import Audit
@@ -105,7 +106,7 @@ class ApiKeys:
                 "key.create",
                 info.id,
                 org=org,
-                detail={"user": user, "permissions": sorted(info.permissions), "expires": expires},
+                detail={"user": user, "permissions": sorted(info.permissions), "expires": _utc(expires)},
             )
         return info, secret
 
@@ -161,6 +162,10 @@ def public_id(token: str) -> str:
     """The part of a token that may stand in a log; empty if it is not of a key's shape."""
     match = _KEY.fullmatch(token)
     return match[1] if match else ""
+
+
+def _utc(seconds: float | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def _hash(token: str) -> bytes:

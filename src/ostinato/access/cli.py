@@ -264,6 +264,9 @@ def audit(
         print(json.dumps([asdict(entry) for entry in entries]))
         return
     table = _table("time (UTC)", "org", "who", "action", "target", "detail")
+    table.columns[4].min_width = min(
+        36, max((len(entry.target) for entry in entries), default=0)
+    )  # an id in one piece
     for entry in entries:
         known = [part for part in (entry.actor_org, entry.actor_user) if part]
         detail = " ".join(f"{name}={_cell(value)}" for name, value in entry.detail.items() if value)

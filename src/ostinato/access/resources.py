@@ -177,13 +177,12 @@ class Resources:
                 row = self._state.row("SELECT content FROM resources WHERE id = ?", info.id)
                 if row is not None:
                     return Resource(**vars(info), content=row[0])
-        if _ID.fullmatch(reference):
-            # Written whether it exists or not: neither the answer nor its time tells the two apart.
-            self._audit.refused(principal, "not_found", reference)
-        raise _not_found(kind, reference)
+        raise self._not_found(principal, kind, reference)
 
     def own(self, principal: Principal, name: str, kind: Kind, *, session: str = "") -> ResourceInfo | None:
         """The principal's own of that name."""
+        if not (name + session).isprintable():
+            return None  # nothing is called so
         row = self._state.row(
             f"SELECT {_COLUMNS} FROM resources WHERE org = ? AND user = ? AND session = ? AND kind = ? AND name = ?",
             principal.org,
@@ -196,10 +195,12 @@ class Resources:
 
     def visible(self, principal: Principal, kind: Kind | None = None) -> list[ResourceInfo]:
         """All that the principal may read, in the order of names."""
+        # The query only leaves out what is others' own, which may be most; the rule is `may_read`.
         rows = self._state.rows(
-            f"SELECT {_COLUMNS} FROM resources WHERE (org = ?1 OR level = 'public') AND (?2 IS NULL OR kind = ?2) "
-            "ORDER BY name, rowid",
+            f"SELECT {_COLUMNS} FROM resources WHERE (?3 IS NULL OR kind = ?3) AND (level = 'public' OR (org = ?1 "
+            "AND (user = ?2 OR level = 'org' OR id IN (SELECT resource FROM readers)))) ORDER BY name, rowid",
             principal.org,
+            principal.user,
             kind,
         )
         infos = [ResourceInfo(**_fields(row)) for row in rows]
@@ -255,19 +256,21 @@ class Resources:
         self, principal: Principal, reference: str, kind: Kind, session: str
     ) -> list[ResourceInfo]:
         """Those that may be meant, the first choice first; not all are for the principal to read."""
-        by_id = _ID.fullmatch(reference) is not None
-        try:
+        if not (reference + session).isprintable():
+            return []  # nothing is called so
+        if _ID.fullmatch(reference):
             rows = self._state.rows(
-                f"SELECT {_COLUMNS} FROM resources WHERE kind = ? AND "
-                + (
-                    "id = ?"
-                    if by_id
-                    else "name = ? AND (org = ? OR level = 'public') AND (level != 'session' OR session = ?)"
-                ),
-                *((kind, reference) if by_id else (kind, reference, principal.org, session)),
+                f"SELECT {_COLUMNS} FROM resources WHERE kind = ? AND id = ?", kind, reference
             )
-        except UnicodeEncodeError:
-            return []  # half a surrogate pair: nothing is called so
+        else:
+            rows = self._state.rows(
+                f"SELECT {_COLUMNS} FROM resources WHERE kind = ? AND name = ? "
+                "AND (org = ? OR level = 'public') AND (level != 'session' OR session = ?) ORDER BY rowid",
+                kind,
+                reference,
+                principal.org,
+                session,
+            )
         found = [ResourceInfo(**_fields(row)) for row in rows]
         return sorted(found, key=lambda each: _distance(principal, each))
 
@@ -285,9 +288,14 @@ class Resources:
             raise ForbiddenError(
                 f"The {kind} {shown(reference)} is another's: its owner changes it, or who has admin:org."
             )
-        if _ID.fullmatch(reference):
-            self._audit.refused(principal, "not_found", reference)
-        raise _not_found(kind, reference)
+        raise self._not_found(principal, kind, reference)
+
+    def _not_found(self, principal: Principal, kind: Kind, reference: str) -> NotFoundError:
+        # Logged whether it exists or not: neither the answer nor the time it takes tells the two apart.
+        self._audit.refused(principal, "not_found", reference, {"resource": kind})
+        return NotFoundError(
+            f"There is no {kind} {shown(reference)} that you may use.", code=f"{kind}_not_found"
+        )
 
 
 def _distance(principal: Principal, resource: ResourceInfo) -> tuple[int, bool]:
@@ -310,10 +318,6 @@ def _check_text(content: str) -> None:
 
 def _action(kind: Kind, what: Literal["register", "remove"]) -> Action:
     return cast("Action", f"{kind}.{what}")
-
-
-def _not_found(kind: Kind, reference: str) -> NotFoundError:
-    return NotFoundError(f"There is no {kind} {shown(reference)} that you may use.", code=f"{kind}_not_found")
 
 
 def _fields(row: Any) -> dict[str, Any]:

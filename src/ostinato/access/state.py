@@ -16,6 +16,7 @@ from typing import Any
 
 from ostinato.access.errors import StateError
 from ostinato.access.migrations import APPLICATION_ID, MIGRATIONS, migrate, version
+from ostinato.errors import InvalidRequestError
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +173,10 @@ class State:
     def _explained(self) -> Generator[None]:
         try:
             yield
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "A name or text holds half a surrogate pair: it is not Unicode."
+            ) from None
         except sqlite3.DatabaseError as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # without its subkind
             if code in _OURS:

@@ -25,6 +25,9 @@ KEPT = 10_000
 SHOWN = 12
 """Tokens shown on either side of where two texts part."""
 
+AROUND = 40
+"""Tokens on either side in which a date or an identifier is looked for."""
+
 _VOLATILE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\d|\d{1,2}:\d\d|\d{1,2}[./]\d{1,2}[./]\d{2,4}|\b20\d\d\b"
     r"|\b(?:January|February|March|April|May|June|July|August|September|October|November|December|"
@@ -51,6 +54,8 @@ class Miss:
     """How the prompt goes on."""
     cached: str = ""
     """How what is cached goes on, where that is the asker's own."""
+    changing: str = ""
+    """What the prompt has there that is likely to change with every request."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,11 @@ class Explainer:
         if at and other is not None:
             known = other.token_ids[plan.copied_tokens :][:SHOWN]
             own = other.scope.level in ("user", "session") and not other.scope.resource
-            return replace(miss, reason="diverged", cached=self._text(known) if own else "")
+            before, after = chain.token_ids[max(0, at - AROUND) : at], chain.token_ids[at : at + AROUND]
+            changing = _changing(self._text(before), self._text(after))
+            return replace(
+                miss, reason="diverged", cached=self._text(known) if own else "", changing=changing
+            )
         elsewhere = None if at else self._elsewhere(sequence, chain)
         return miss if elsewhere is None else replace(miss, reason="scope", scope=str(elsewhere))
 
@@ -197,7 +206,7 @@ def _spans(sequence: Sequence, misses: dict[SequenceChain, Miss]) -> list[SpanRe
                 here = not miss.earlier and at <= miss.at < stop
                 why = replace(miss, at=number + miss.at - at if here else number, earlier=not here)
                 if not here:
-                    why = replace(why, yours="", cached="")
+                    why = replace(why, yours="", cached="", changing="")
             reports.append(
                 SpanReport(
                     total + at - start, stop - at, kind, str(chain.scope), hit, "memory" if hit else None, why
@@ -237,19 +246,24 @@ def _advice(spans: tuple[SpanReport, ...], slots: int) -> str | None:
     return None
 
 
+def _changing(before: str, after: str) -> str:
+    """What stands around a place in a text, if it is of a kind that changes all the time."""
+    line = before.rpartition("\n")[2] + after.partition("\n")[0]
+    at = len(before.rpartition("\n")[2])
+    for found in _VOLATILE.finditer(line):
+        if found.start() <= at <= found.end():
+            return "date or time" if found["time"] else "identifier"
+    return ""
+
+
 def _on_change(span: SpanReport, miss: Miss, behind: int) -> str:
-    what = "text"
-    for side in (miss.yours, miss.cached):
-        found = _VOLATILE.search(side.split("\n")[0]) or _VOLATILE.search(side)
-        if found:
-            what = "date or time" if found["time"] else "identifier"
     of = {"system": "system prompt", "tools": "tool definitions"}.get(span.kind, span.kind)
-    if what == "text":
+    if miss.changing:
         return (
-            f"The {of} differs from token {miss.at} on, which costs {behind:,} tokens: keep it the same in every "
-            "request, and move what changes to the end of the prompt."
+            f"The {miss.changing} at token {miss.at}, in the {of}, changes from request to request, which costs "
+            f"{behind:,} tokens: move it behind everything that stays the same."
         )
     return (
-        f"The {what} at token {miss.at}, in the {of}, changes from request to request, which costs "
-        f"{behind:,} tokens: move it behind everything that stays the same."
+        f"The {of} differs from token {miss.at} on, which costs {behind:,} tokens: keep it the same in every "
+        "request, and move what changes to the end of the prompt."
     )

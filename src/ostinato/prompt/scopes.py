@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ostinato.access.errors import ForbiddenError
 from ostinato.access.principal import LOCAL, Permission, Principal
 from ostinato.access.scope import PUBLIC, Level, Scope, narrower
-from ostinato.errors import ForbiddenError, InvalidRequestError
+from ostinato.errors import InvalidRequestError
 from ostinato.prompt.span import Chain, Prompt, Span, View
 
 _PERMISSIONS: Mapping[Level, Permission] = {"public": "publish:public", "org": "publish:org"}
@@ -52,6 +53,7 @@ class Asker:
                 f"Scope '{level}' shares text beyond its user, which this key may not: it lacks the permission "
                 f"{needed}. Leave the scope out, or ask for a key that has it.",
                 param="cache_control.scope",
+                code="scope_not_permitted",
             )
         if level == "session" and not self.session:
             raise InvalidRequestError(

@@ -183,9 +183,10 @@ class Conversation(_Model):
         for number, message in enumerate(self.messages):
             self._check(message, f"messages[{number}]")
         if self.messages[-1].role == "assistant":
+            at = f"messages[{len(self.messages) - 1}]"
             raise InvalidRequestError(
-                "The last message is the assistant's: to go on with what it began to say is not supported.",
-                param=f"messages[{len(self.messages) - 1}]",
+                f"{at} is the assistant's and the last: to go on with what it began to say is not supported.",
+                param=at,
                 code="unsupported_parameter",
             )
 
