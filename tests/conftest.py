@@ -14,6 +14,14 @@ from ostinato import Engine
 from server_fixtures import DEADLINE, serving
 
 
+@pytest.fixture(scope="session", autouse=True)
+def access_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing here touches the keys of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OSTINATO_ACCESS", str(tmp_path_factory.mktemp("access") / "access.db"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
     """SmolLM2-135M as a user gets it: quantised weights, bfloat16 KV where the CPU computes it."""

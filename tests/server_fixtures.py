@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from ostinato import Engine
+from ostinato.access.access import Access
 from ostinato.server.app import create_app
 
 MODEL = "smollm2-135m"
@@ -22,9 +23,9 @@ DEADLINE = 60.0
 
 
 @contextmanager
-def serving(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> Generator[str]:
+def serving(engine: Engine, access: Access | None = None) -> Generator[str]:
     """Serve `engine` on a free port; yields the base URL."""
-    app = create_app(engine, api_keys=api_keys)
+    app = create_app(engine, access)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -12,11 +12,14 @@ import jsonschema
 import pytest
 
 from ostinato import Engine
+from ostinato.access.access import Access
 from server_fixtures import CHAT, DEADLINE, MODEL, idle, serving, wait_until
 
 MESSAGES = "/v1/messages"
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}
-QUESTION: list[Any] = [{"role": "user", "content": "Name the three primary colours, and say one thing about each."}]
+QUESTION: list[Any] = [
+    {"role": "user", "content": "Name the three primary colours, and say one thing about each."}
+]
 WEATHER: dict[str, Any] = {
     "name": "weather",
     "description": "The weather in a city",
@@ -124,7 +127,9 @@ def test_usage_tells_reads_from_creations(claude: anthropic.Anthropic) -> None:
     other = ask("Who asked?" * 20, marked=False)
     assert other.cache_creation_input_tokens == 0
     assert other.input_tokens > 40
-    everything = ask("Who has not asked?" * 20, marked=False, cache_control={"type": "ephemeral", "ttl": "1h"})
+    everything = ask(
+        "Who has not asked?" * 20, marked=False, cache_control={"type": "ephemeral", "ttl": "1h"}
+    )
     assert everything.input_tokens == 0
     assert everything.cache_creation_input_tokens > 40
     assert everything.cache_creation.ephemeral_1h_input_tokens == everything.cache_creation_input_tokens
@@ -208,7 +213,19 @@ def test_tool_results_go_back(claude: anthropic.Anthropic, client: Any) -> None:
     assert failed.usage.output_tokens
 
 
-def test_documents(claude: anthropic.Anthropic, url: str) -> None:
+def test_a_prompt_is_cached_without_an_answer(claude: anthropic.Anthropic) -> None:
+    messages: list[Any] = [
+        {"role": "user", "content": "Who counted the steps of the lighthouse, and when? " * 4}
+    ]
+    reply = create(claude, messages, max_tokens=0)
+    assert (reply.content, reply.stop_reason, reply.usage.output_tokens) == ([], "max_tokens", 0)
+    again = create(claude, messages, max_tokens=1)
+    assert again.usage.input_tokens == 1
+    with claude.messages.stream(model=MODEL, messages=messages, max_tokens=0, **GREEDY) as stream:
+        assert stream.get_final_message().content == []
+
+
+def test_documents(claude: anthropic.Anthropic) -> None:
     moths = "Moths fly to lamps because they keep the brightest light above them, as they do with the moon."
     tides = "Tides follow the moon: the sea bulges towards it, and on the far side of the earth too."
 
@@ -254,13 +271,18 @@ def test_slots_come_back(claude: anthropic.Anthropic, exact_engine: Engine) -> N
 USER = {"role": "user", "content": "Hi"}
 BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ({"messages": []}, 400, "invalid_request_error", "messages"),
-    ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
+    ({"max_tokens": -1}, 400, "invalid_request_error", "max_tokens"),
     ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
     ({"model": "claude"}, 404, "not_found_error", "claude"),
     ({"temperature": 3}, 400, "invalid_request_error", "temperature"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "invalid_request_error", "thinking"),
     ({"mcp_servers": [{}]}, 400, "invalid_request_error", "mcp_servers"),
-    ({"messages": [USER, {"role": "assistant", "content": "I"}]}, 400, "invalid_request_error", "messages[1]"),
+    (
+        {"messages": [USER, {"role": "assistant", "content": "I"}]},
+        400,
+        "invalid_request_error",
+        "messages[1]",
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         400,
@@ -268,7 +290,11 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
         "messages[0].content[0].type",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}
+            ]
+        },
         400,
         "invalid_request_error",
         "messages[0].content[0]",
@@ -276,14 +302,22 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
     (
         {
             "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"scope": "all"}}]}
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "x", "cache_control": {"scope": "all"}}],
+                }
             ]
         },
         400,
         "invalid_request_error",
         "messages[0].content[0].cache_control.scope",
     ),
-    ({"cache_control": {"type": "ephemeral", "ttl": "soon"}}, 400, "invalid_request_error", "cache_control.ttl"),
+    (
+        {"cache_control": {"type": "ephemeral", "ttl": "soon"}},
+        400,
+        "invalid_request_error",
+        "cache_control.ttl",
+    ),
     ({"system": [{"type": "text", "text": "\ud800"}]}, 400, "invalid_request_error", "system[0].text"),
     ({"tools": [WEATHER, WEATHER]}, 400, "invalid_request_error", "'weather' twice"),
     ({"tools": [{"name": "bad name", "input_schema": {}}]}, 400, "invalid_request_error", "tools[0].name"),
@@ -315,9 +349,7 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
 
 @pytest.mark.parametrize(("fields", "status", "kind", "says"), BAD)
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_input(
-    url: str, fields: dict[str, Any], status: int, kind: str, says: str, stream: bool
-) -> None:
+def test_bad_input(url: str, fields: dict[str, Any], status: int, kind: str, says: str, stream: bool) -> None:
     body = json.dumps({"model": MODEL, "max_tokens": 1, "messages": [USER], "stream": stream} | fields)
     response = httpx.post(
         url + MESSAGES, content=body, headers={"content-type": "application/json"}, timeout=DEADLINE
@@ -338,18 +370,19 @@ def test_other_errors(url: str, engine: Engine) -> None:
         assert response.status_code == status
         assert response.json()["error"]["type"] == kind
     assert httpx.get(url + CHAT).json()["error"]["code"] == "method_not_allowed"
-    with serving(engine, api_keys=("key",)) as guarded, pytest.raises(anthropic.AuthenticationError):
-        create(anthropic.Anthropic(base_url=guarded, api_key="wrong", max_retries=0))
+    with Access(":memory:") as access, serving(engine, access) as guarded:
+        key = access.keys.create("acme", "ann")[1]
+        with pytest.raises(anthropic.AuthenticationError):
+            create(anthropic.Anthropic(base_url=guarded, api_key="wrong", max_retries=0))
+        assert create(anthropic.Anthropic(base_url=guarded, api_key=key, max_retries=0)).content
 
 
 def test_engine_closes_under_a_stream() -> None:
     with Engine(MODEL, kv_tokens=4096) as engine, serving(engine) as url:
         client = anthropic.Anthropic(base_url=url, api_key="unused", max_retries=0, timeout=DEADLINE)
-        with pytest.raises(anthropic.APIStatusError, match="shutting down|closed"), client.messages.stream(
-            model=MODEL, messages=QUESTION, max_tokens=3000, **GREEDY
-        ) as stream:
+        with client.messages.stream(model=MODEL, messages=QUESTION, max_tokens=3000, **GREEDY) as stream:
             events = iter(stream)
             next(events)
             engine.close()
-            for _ in events:
-                pass
+            with pytest.raises(anthropic.APIStatusError, match=r"shutting down|closed"):
+                list(events)

@@ -140,7 +140,9 @@ def test_kinds(smollm: Tokenizer) -> None:
     ]
     segments = render_chat(smollm, chat)
     contents = [(segment.kind, segment.text) for segment in segments if segment.kind != "template"]
-    assert contents == [("system", "Be brief."), ("user", "Hello"), ("assistant", "Yes"), ("tool", "42")]
+    # The template knows no such turn, so it is the user's.
+    result = "<tool_response>\n42\n</tool_response>"
+    assert contents == [("system", "Be brief."), ("user", "Hello"), ("assistant", "Yes"), ("tool", result)]
     assert all(segment.is_template == (segment.kind == "template") for segment in segments)
     kinds = [span.kind for span in encode_chat(smollm, chat)]
     assert kinds[:4] == ["template", "system", "template", "user"]

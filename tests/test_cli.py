@@ -209,15 +209,17 @@ def test_port_in_use() -> None:
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_serve_until_told_to_stop(stop: signal.Signals) -> None:
-    environment = os.environ | {"OSTINATO_API_KEY": "a-secret"}
+def test_serve_until_told_to_stop(stop: signal.Signals, tmp_path: Path) -> None:
+    environment = os.environ | {"OSTINATO_ACCESS": str(tmp_path / "access.db")}
+    make = command("keys", "create", "--org", "acme", "--user", "ann")
+    key = subprocess.run(make, capture_output=True, text=True, env=environment, check=True).stdout.strip()
     arguments = command("serve", MODEL, "--port", "0", "--kv-tokens", "2048")
     output = ""
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr
         try:
             url = url_of(process)
-            client: Any = openai.OpenAI(base_url=url, api_key="a-secret", max_retries=5, timeout=DEADLINE)
+            client: Any = openai.OpenAI(base_url=url, api_key=key, max_retries=5, timeout=DEADLINE)
             reply = client.completions.create(model=MODEL, prompt="Hello", max_tokens=2)
             assert reply.usage.completion_tokens <= 2
             assert httpx.get(f"{url}/models").status_code == 401
@@ -228,4 +230,4 @@ def test_serve_until_told_to_stop(stop: signal.Signals) -> None:
             process.kill()
     assert "Stopped." in output
     assert "Traceback" not in output
-    assert "a-secret" not in output
+    assert key not in output

@@ -1,23 +1,38 @@
-"""The policy `ostinato`: what it learns of reuse, and that it evicts by that."""
+"""The policy `ostinato`: what it learns of reuse, that it evicts by that, and when it goes by a simpler rule."""
 
 from __future__ import annotations
 
 import random
 
 import numpy as np
+import pytest
+from numpy.typing import NDArray
 
-from ostinato.cache.policy.ostinato import STEPS, Ostinato, Traits, Uses, age_bin
+from ostinato.cache.policy import POLICIES
+from ostinato.cache.policy.gdsf import GDSF
+from ostinato.cache.policy.gittins import Gittins
+from ostinato.cache.policy.lru import LRU
+from ostinato.cache.policy.ostinato import Ostinato
+from ostinato.cache.policy.reuse import COVER, STEPS, WATCHED, Reuse, Traits, age_bin
+from ostinato.cache.policy.shadow import Shadow
 from ostinato.cache.use import TokenType
-from ostinato.lab.replay import Cache
+from ostinato.lab.replay import Cache, replay
 from ostinato.lab.trace import TraceRequest
+from ostinato.lab.workload import mixed
 
 
 def traits(kind: TokenType) -> Traits:
-    return Traits(kind, False, "user", 1, False, 1, False, -1)
+    return Traits(kind, False, "user", 1, False, -1, 1, 1, False)
 
 
 def key(number: int) -> bytes:
     return number.to_bytes(8, "little")
+
+
+def fitted(reuse: Reuse, names: list[Traits], now: float) -> NDArray[np.float64]:
+    assert [reuse.number(name) for name in names] == list(range(len(names)))
+    reuse.fit(now)
+    return reuse.worth
 
 
 def rate(steps: float) -> float:
@@ -27,7 +42,7 @@ def rate(steps: float) -> float:
 def test_reuse_at_a_constant_rate_is_worth_that_rate_at_any_age() -> None:
     """Most gaps are not over when the fit is made: they count as what they are."""
     rng = random.Random(0)
-    uses = Uses(1)
+    reuse = Reuse(1)
     events: list[tuple[float, int]] = []
     for number in range(4000):
         time = rng.uniform(0, 200)
@@ -35,15 +50,15 @@ def test_reuse_at_a_constant_rate_is_worth_that_rate_at_any_age() -> None:
             events.append((time, number))
             time += rng.expovariate(1 / 150)
     for time, number in sorted(events):
-        uses.add(key(number), 0, time)
-    worth = uses.worth([traits("user")], 200.0)[0]
+        reuse.add(key(number), 0, time)
+    worth = fitted(reuse, [traits("user")], 200.0)[0]
     for age in (0, 10, 50, 100):
         assert 0.75 / 150 < rate(worth[age_bin(age)]) < 1.35 / 150
 
 
 def test_what_is_due_is_worth_more_than_what_is_fresh_or_overdue() -> None:
     rng = random.Random(1)
-    uses = Uses(1)
+    reuse = Reuse(1)
     events = [
         (start + gap, number)
         for number in range(3000)
@@ -51,25 +66,25 @@ def test_what_is_due_is_worth_more_than_what_is_fresh_or_overdue() -> None:
         for gap in (0, rng.gauss(60, 4))
     ]
     for time, number in sorted(events):
-        uses.add(key(number), 0, time)
-    worth = uses.worth([traits("user")], 1000.0)[0]
+        reuse.add(key(number), 0, time)
+    worth = fitted(reuse, [traits("user")], 1000.0)[0]
     assert worth[age_bin(55)] > worth[age_bin(5)] > worth[age_bin(200)]
 
 
 def test_a_class_of_few_uses_takes_after_its_like() -> None:
     rng = random.Random(2)
-    uses = Uses(1)
+    reuse = Reuse(1)
     for number in range(2000):  # "system" comes back after a second, "document" does not
-        uses.add(key(number), 0, float(number))
-        uses.add(key(number), 0, number + rng.uniform(0.5, 1.5))
-        uses.add(key(100_000 + number), 1, float(number))
+        reuse.add(key(number), 0, float(number))
+        reuse.add(key(number), 0, number + rng.uniform(0.5, 1.5))
+        reuse.add(key(100_000 + number), 1, float(number))
     # The same types of blocks in agents' sessions: nothing was seen of them.
     names = [
         traits("system"),
         traits("document"),
         *(traits(kind)._replace(turn=2) for kind in ("system", "document")),
     ]
-    worth = uses.worth(names, 2000.0)
+    worth = fitted(reuse, names, 2000.0)
     assert worth[0, 0] > worth[1, 0] + 2 * STEPS
     assert worth[2, 0] > worth[3, 0] + STEPS
 
@@ -91,7 +106,7 @@ def test_it_learns_which_types_come_back_and_keeps_them() -> None:
 
 def test_the_victim_is_the_leaf_of_least_worth() -> None:
     rng = random.Random(4)
-    policy = Ostinato(400)
+    policy = Gittins(400)
     cache = Cache(policy, 400, 16)
     kinds: tuple[TokenType, ...] = ("system", "user", "decode")
     chains = [[key(1000 * c + i) for i in range(rng.randrange(1, 9))] for c in range(200)]
@@ -111,3 +126,72 @@ def test_the_victim_is_the_leaf_of_least_worth() -> None:
         least = min(policy._of[block].worth for block in leaves)
         assert policy._of[victim].worth == least
         assert np.isfinite(least) or step < 300
+
+
+def test_a_request_of_many_blocks_counts_as_one() -> None:
+    """Nothing of a thousand blocks of one request came back yet: that says little of their class."""
+    alone, together = Reuse(1), Reuse(1)
+    for reuse, blocks in ((alone, 1), (together, 1000)):
+        for number in range(200):
+            reuse.add(key(number), 0, float(number))
+            reuse.add(key(number), 0, number + 0.5)
+        for number in range(blocks):
+            reuse.add(key(10_000 + number), 1, 200.0)
+    names = [traits("system"), traits("document")]
+    one, many = fitted(alone, names, 300.0)[1, 0], fitted(together, names, 300.0)[1, 0]
+    assert abs(one - many) <= 3 * STEPS
+
+
+def test_the_window_covers_many_turnovers_of_the_cache() -> None:
+    reuse = Reuse(1000)
+    for number in range(12 * WATCHED):
+        reuse.inserted += number % 3 == 0
+        reuse.add(key(number), 0, float(number))
+    watched = sorted(reuse._start[at] for at in reuse._latest.values())
+    assert watched[-1] - watched[0] >= 3 * COVER * 1000
+    assert WATCHED // 2 <= len(watched) <= WATCHED
+    for name, at in reuse._latest.items():
+        assert reuse._key[at] == name
+        assert key(int(reuse._start[at])) == name
+
+
+@pytest.mark.parametrize("name", ["lru", "gdsf", "arc"])
+def test_a_shadow_that_sees_all_finds_what_a_cache_finds(name: str) -> None:
+    trace = mixed(1, 400, "balanced")
+    cache, shadow = Cache(POLICIES[name](500), 500, trace.block_size), Shadow(POLICIES[name](500), 500)
+    policy = Ostinato(500)  # notes what requests ask for
+    policy.shadows = (shadow,)
+    policy.rules = policy.rules[:1]
+    watched = Cache(policy, 500, trace.block_size)
+    found = 0
+    for request in trace.requests:
+        found += sum(block.size for block in cache.ask(request))
+        watched.ask(request)
+    policy._horizon = float("inf")
+    assert 0 < shadow.score < found  # older results have faded
+
+
+def test_where_recency_is_all_it_goes_by_recency() -> None:
+    """Sessions that go on for long and come back soon, with nothing that tells them apart."""
+    rng = random.Random(5)
+    lengths = [20] * 60
+    requests: list[TraceRequest] = []
+    for step in range(4000):
+        session = min(59, int(rng.expovariate(0.08)) + step // 80 % 30)
+        lengths[session] += 1
+        keys = tuple(key(100_000 * session + i) for i in range(lengths[session]))
+        requests.append(TraceRequest(float(step), keys, 16 * len(keys)))
+    hits: dict[str, int] = {}
+    for name, policy in (("ours", Ostinato(1500)), ("lru", LRU()), ("gdsf", GDSF())):
+        cache = Cache(policy, 1500, 16)
+        hits[name] = sum(len(cache.ask(request)) for request in requests)
+    assert hits["ours"] > 0.985 * max(hits["lru"], hits["gdsf"])
+
+
+def test_what_is_learned_decides_where_there_is_something_to_learn() -> None:
+    trace = mixed(2, 1_500, "balanced")
+    blocks = round(0.025 * trace.unique_blocks)
+    policy = Ostinato(blocks)
+    ours, lru = replay(trace, policy, blocks), replay(trace, LRU(), blocks)
+    assert isinstance(policy.rule, Gittins)
+    assert ours.token_hit_rate > lru.token_hit_rate + 0.03

@@ -250,9 +250,11 @@ def test_a_request_is_forgotten_with_what_goes_on_from_it(tiny: Engine) -> None:
     cached(tiny, prompt, ANN, request_id="first")
     cached(tiny, [*prompt, *range(200, 250)], ANN, request_id="second")
     cached(tiny, prompt[:40] + list(range(250, 300)), ANN, request_id="third")
-    tiny.forget(lambda _: False, "second")
+    tiny.forget(lambda _: False, request_id="second", principal=ANN)
     assert cached(tiny, [*prompt, *range(200, 250)], ANN) == len(prompt)
-    tiny.forget(lambda _: False, "first")
+    for other in (BOB, CID, LOCAL):
+        assert tiny.forget(lambda _: False, request_id="first", principal=other).blocks == 0
+    tiny.forget(lambda _: False, request_id="first", principal=ANN)
     assert len(tiny.index) == 0, "the others continue what the first has computed"
     assert tiny.explain("first", ANN) is None
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from ostinato import Engine
+from ostinato.access.access import Access
 from server_fixtures import CHAT, COMPLETIONS, DEADLINE, MODEL, serving
 
 
@@ -38,8 +39,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
         CHAT,
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
         400,
-        "messages[0].tool_calls",
-        "unsupported_parameter",
+        "messages[0].tool_calls[0].function",
+        "invalid_value",
     ),
     (
         CHAT,
@@ -68,10 +69,38 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     (CHAT, {"logit_bias": {"1": 101}, "messages": [USER]}, 400, "logit_bias.1", "invalid_value"),
     (CHAT, {"stream_options": {"include_usage": True}, "messages": [USER]}, 400, "stream_options", None),
     (CHAT, {"stream": True, "temperature": -1, "messages": [USER]}, 400, "temperature", None),
-    (CHAT, {"tools": [{"type": "function"}], "messages": [USER]}, 400, "tools", "unsupported_parameter"),
+    (CHAT, {"tools": [{"type": "function"}], "messages": [USER]}, 400, "tools[0].function", "invalid_value"),
+    (CHAT, {"functions": [{}], "messages": [USER]}, 400, "functions", "unsupported_parameter"),
+    (CHAT, {"tool_choice": "required", "messages": [USER]}, 400, "tool_choice", "invalid_value"),
+    (CHAT, {"messages": [{"role": "tool", "content": "4"}]}, 400, "messages[0].tool_call_id", None),
     (
         CHAT,
-        {"response_format": {"type": "json_object"}, "messages": [USER]},
+        {"response_format": {"type": "xml"}, "messages": [USER]},
+        400,
+        "response_format.type",
+        "invalid_value",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema"}, "messages": [USER]},
+        400,
+        "response_format.json_schema",
+        "invalid_value",
+    ),
+    (
+        CHAT,
+        {
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}},
+            "messages": [USER],
+        },
+        400,
+        "response_format.json_schema.schema",
+        "invalid_value",
+    ),
+    (CHAT, {"prompt_cache_retention": "soon", "messages": [USER]}, 400, "prompt_cache_retention", None),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "response_format": {"type": "json_object"}},
         400,
         "response_format",
         "unsupported_parameter",
@@ -195,14 +224,17 @@ def test_internal_error_shows_nothing(url: str, engine: Engine, monkeypatch: pyt
 
 
 def test_api_keys(engine: Engine) -> None:
-    with serving(engine, api_keys=("first-key", "second-key")) as url:
+    with Access(":memory:") as access, serving(engine, access) as url:
+        assert httpx.get(f"{url}/v1/models").status_code == 200, "nobody has a key, so this machine may"
+        assert httpx.get(f"{url}/v1/models", headers={"host": "rebound.example"}).status_code == 403
+        keys = [access.keys.create("acme", user)[1] for user in ("ann", "bob")]
         assert httpx.get(f"{url}/health").status_code == 200
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first-key"}):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {keys[0]}"}):
             response = httpx.get(f"{url}/v1/models", headers=headers)
             assert response.status_code == 401
             assert response.headers["www-authenticate"] == "Bearer"
-            assert response.json()["error"]["code"] == "invalid_api_key"
-        for key in ("first-key", "second-key"):
+        for key in keys:
             assert openai.OpenAI(base_url=f"{url}/v1", api_key=key).models.list().data
+            assert httpx.get(f"{url}/v1/models", headers={"x-api-key": key}).status_code == 200
         with pytest.raises(openai.AuthenticationError):
-            openai.OpenAI(base_url=f"{url}/v1", api_key="third-key").models.list()
+            openai.OpenAI(base_url=f"{url}/v1", api_key=keys[0][:-1] + "x").models.list()

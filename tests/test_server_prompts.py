@@ -118,7 +118,9 @@ def test_modes(http: httpx.Client, client: openai.OpenAI, exact_engine: Engine) 
         for mode in ("exact", "modular", "linked")
     }
     assert cached(by_mode["exact"]) < cached(by_mode["linked"])
+    exact_engine.register(named(TRAVEL, "modes"))
     exact = exact_engine.encode(pml, mode="exact")
+    exact_engine.unregister("modes")
     assert by_mode["exact"].usage.prompt_tokens == len(exact.token_ids)
     for fields in ({"reuse_mode": "fast"}, {"link_tokens": 0}):
         response = http.post(CHAT, json={"model": MODEL, "pml": pml} | fields)

@@ -226,7 +226,7 @@ def test_the_command_line_shows_what_a_server_has_cached(
     show = ["schema", "show", str(file), "--model", MODEL, "--server", url]
     refused_first = CliRunner().invoke(app, show)
     assert refused_first.exit_code == 1
-    assert "cannot be read" in capsys.readouterr().err + refused_first.output
+    assert "refuses (404)" in capsys.readouterr().err + refused_first.output
     assert put(http, "shown", pml, params={"encode": "true"}).status_code == 201
     shown = CliRunner().invoke(app, [*show, "--json"])
     assert shown.exit_code == 0, shown.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -54,11 +55,17 @@ CASES: dict[str, tuple[str, list[Event]]] = {
     "function inside": (json.dumps({"type": "function", "function": json.loads(ROME)}), CALLED),
     "arguments as text": (json.dumps({"name": "weather", "arguments": '{"city": "Rome"}'}), CALLED),
     "no arguments": ('{"name": "find"}', [CallBegins("find"), Arguments("{}")]),
-    "braces in strings": (call(city='}{"]'), [CallBegins("weather"), Arguments(json.dumps({"city": '}{"]'}))]),
+    "braces in strings": (
+        call(city='}{"]'),
+        [CallBegins("weather"), Arguments(json.dumps({"city": '}{"]'}))],
+    ),
     "json, no call": ('{"city": "Rome"}', [Said('{"city": "Rome"}')]),
     "unknown tool": (f"<tool_call>{call('rm')}</tool_call>", [Said(f"<tool_call>{call('rm')}</tool_call>")]),
     "one unknown of two": (f"[{ROME}, {call('rm')}]", [Said(f"[{ROME}, {call('rm')}]")]),
-    "malformed": ("<tool_call>\n{'name': 1}\n</tool_call> x", [Said("<tool_call>\n{'name': 1}\n</tool_call> x")]),
+    "malformed": (
+        "<tool_call>\n{'name': 1}\n</tool_call> x",
+        [Said("<tool_call>\n{'name': 1}\n</tool_call> x")],
+    ),
     "cut": ('  <tool_call>\n{"name": "weather", "argu', [Said('  <tool_call>\n{"name": "weather", "argu')]),
     "call after malformed": (
         f"<tool_call> no <tool_call>{ROME}</tool_call>",
@@ -92,12 +99,16 @@ TEXTS = st.lists(
 ).map("".join)  # fmt: skip
 
 
-@given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=12), live=st.sampled_from([None, "", "<tool_call>"]))
+@given(
+    text=TEXTS,
+    cuts=st.lists(st.integers(0, 200), max_size=12),
+    live=st.sampled_from([None, "", "<tool_call>"]),
+)
 @example(text=f"{ROME} ;{{", cuts=[len(ROME) + 2], live=None)
 @settings(max_examples=1500, deadline=None)
 def test_cuts_change_nothing(text: str, cuts: list[int], live: str | None) -> None:
     at = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
-    pieces = [text[start:end] for start, end in zip(at, at[1:], strict=False)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(at)]
     whole = read([text], live)
     assert read(pieces, live) == whole
     assert read(list(text), live) == whole

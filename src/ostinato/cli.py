@@ -10,32 +10,33 @@ import json
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
-from rich.tree import Tree
 
 from ostinato import __version__
 from ostinato.access.cli import AUDIT_EXAMPLES, audit, groups_app, issuers_app, keys_app
+from ostinato.access.scope import LEVELS, Level, Scope
 from ostinato.cache.policy import DEFAULT_POLICY, POLICIES
 from ostinato.errors import InvalidRequestError, ModelNotFoundError, OstinatoError
 from ostinato.lab.cli import EXAMPLES, replay, train_predictor
+from ostinato.prompt.cli import schema_app
 from ostinato.prompt.pml import load_schema
-from ostinato.terminal import err, open_engine, progress_bar
+from ostinato.server.cli import EXPLAIN_EXAMPLE, FORGET_EXAMPLES, explain, forget
+from ostinato.terminal import err, fail, open_engine, progress_bar
 
 if TYPE_CHECKING:
+    from ostinato.access.access import Access
     from ostinato.engine.engine import Engine
     from ostinato.engine.request import Chunk
     from ostinato.lab.quality import Report
-    from ostinato.models.config import ModelConfig
-    from ostinato.models.tokenizer import Tokenizer
-    from ostinato.prompt.layout import Node
     from ostinato.prompt.schema import Schema
 
 app = typer.Typer(
@@ -48,10 +49,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-schema_app = typer.Typer(no_args_is_help=True, help="Look at schemas, the modules that prompts are made of.")
 app.add_typer(schema_app, name="schema")
 
-SchemaFile = Annotated[Path, typer.Argument(help="A schema in PML.", show_default=False)]
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 Model = Annotated[
     str, typer.Argument(help="A name from `ostinato models`, a Hugging Face folder, or a .gguf file.")
 ]
@@ -68,20 +69,13 @@ def main() -> None:
     try:
         app()
     except InvalidRequestError as error:
-        _fail(str(error), status=2)
+        fail(str(error), status=2)
     except ModelNotFoundError as error:
-        _fail(str(error), "`ostinato models` lists the models that can be pulled.")
+        fail(str(error), "`ostinato models` lists the models that can be pulled.")
     except OstinatoError as error:
-        _fail(str(error))
+        fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _fail(message: str, hint: str | None = None, status: int = 1) -> NoReturn:
-    err.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
-    if hint:
-        err.print(f"[dim]hint:[/] {escape(hint)}", highlight=False, soft_wrap=True)
-    sys.exit(status)
 
 
 def _print_version(wanted: bool) -> None:
@@ -131,43 +125,100 @@ def serve(
             "It goes on learning and is saved at the end.",
         ),
     ] = None,
-    api_key: Annotated[
+    ttl: Annotated[
         list[str] | None,
         typer.Option(
-            envvar="OSTINATO_API_KEY",
             show_default=False,
-            help="A key that clients must send (repeat for more). The variable keeps it out of `ps`.",
+            help="Longest that KV of a scope stays without being used, such as session=1h (repeat for more).",
         ),
     ] = None,
+    release_once: Annotated[
+        bool,
+        typer.Option(
+            "--release-once",
+            help="Text in a scope of several users is shared once two of them have sent it: nobody senses what others "
+            "wrote by asking for it once.",
+        ),
+    ] = False,
 ) -> None:
-    """Serve a model over HTTP, as the OpenAI API does."""
+    """Serve a model over HTTP, as the OpenAI and the Anthropic API do.
+
+    Once `ostinato keys create` has made a key, or `ostinato issuers add` has named whose tokens to trust, every request
+    has to say who asks. Until then the server is this machine's alone.
+    """
     # Ctrl-C and SIGTERM end the same way: uvicorn finishes what is in flight, and the engine is closed.
     signal.signal(signal.SIGTERM, _interrupt)
     if policy not in POLICIES:
-        _fail(f"There is no policy '{policy}'.", f"Choose one of {', '.join(POLICIES)}.", status=2)
+        fail(f"There is no policy '{policy}'.", f"Choose one of {', '.join(POLICIES)}.", status=2)
     schemas = [load_schema(path) for path in schema or ()]  # so that an error in them is known as soon
+    ttls = _ttls(ttl or ())
     listener = _bind(host, port)  # before the model loads: a port in use is known in no time
-    if host not in ("127.0.0.1", "::1", "localhost") and not api_key:
-        err.print("[yellow]warning:[/] no --api-key: whoever reaches this address can use the server.")
+    access = open_access(host)
     if record is not None:
         try:
             record.touch()
         except OSError as error:
-            _fail(f"Cannot write to {record}: {error.strerror}.", "Choose another file with --record.")
+            fail(f"Cannot write to {record}: {error.strerror}.", "Choose another file with --record.")
     try:
-        with open_engine(model, kv_tokens, dtype, policy, record, predictor) as engine:
+        with (
+            access,
+            open_engine(
+                model,
+                kv_tokens=kv_tokens,
+                dtype=dtype,
+                policy=policy,
+                record=record,
+                predictor=predictor,
+                secrets=access.secrets,
+                ttls=ttls,
+                release_once=release_once,
+            ) as engine,
+        ):
             import uvicorn
 
             from ostinato.server.app import create_app
 
             _register(engine, schemas, encode)
-            web = create_app(engine, api_keys=tuple(api_key or ()))
+            web = create_app(engine, access)
             server = uvicorn.Server(uvicorn.Config(web, timeout_graceful_shutdown=10, server_header=False))
             url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
             err.print(f"Serving {escape(engine.model_name)} at {url} (Ctrl-C stops)", soft_wrap=True)
             server.run(sockets=[listener])
     except KeyboardInterrupt:
         err.print("Stopped.")
+
+
+def open_access(host: str) -> Access:
+    """Who may use a server at that address; without authentication only this machine may."""
+    from ostinato.access.access import Access
+
+    access = Access()
+    if not access.required and host not in LOOPBACK:
+        access.close()
+        fail(
+            f"Nobody has a key yet, so whoever reaches {host} could use the server.",
+            "`ostinato keys create --org acme --user alice` makes a key; or serve on 127.0.0.1.",
+            status=2,
+        )
+    return access
+
+
+def _ttls(texts: Iterable[str]) -> dict[Level, float]:
+    """Times to live by scope, from "session=1h" and the like."""
+    from ostinato.prompt.cache_control import seconds
+
+    ttls: dict[Level, float] = {}
+    for text in texts:
+        name, _, duration = text.partition("=")
+        level: Level | None = next((level for level in LEVELS if level == name), None)
+        if level is None:
+            fail(
+                f"--ttl {text} names no scope.",
+                f"Write {LEVELS[-1]}=1h; scopes are {', '.join(LEVELS)}.",
+                status=2,
+            )
+        ttls[level] = seconds(duration, f"--ttl {name}")
+    return ttls
 
 
 def _register(engine: Engine, schemas: list[Schema], encode: bool) -> None:
@@ -179,6 +230,7 @@ def _register(engine: Engine, schemas: list[Schema], encode: bool) -> None:
             layout = engine.register(
                 schema,
                 encode=encode,
+                scope=Scope("public", resource=f"operator's {schema.name}"),
                 progress=lambda done, total, task=task: bar.update(task, completed=done, total=total),
             )
             err.print(f"Schema {escape(schema.name)}: {layout.root.tokens:,} tokens", soft_wrap=True)
@@ -208,9 +260,9 @@ def generate(
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode()  # an argument that is not UTF-8 comes with surrogates, which no tokenizer takes
     except UnicodeError:
-        _fail("The prompt is not valid UTF-8.", status=2)
+        fail("The prompt is not valid UTF-8.", status=2)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    with open_engine(model, kv_tokens, dtype) as engine:
+    with open_engine(model, kv_tokens=kv_tokens, dtype=dtype) as engine:
         chunks: list[Chunk] = []
         for chunk in engine.stream([{"role": "user", "content": text}] if chat else text, params):
             chunks.append(chunk)
@@ -266,115 +318,6 @@ def models(as_json: AsJson = False) -> None:
     Console().print(table)
 
 
-@schema_app.command(epilog="Example: ostinato schema check travel.pml")
-def check(file: SchemaFile) -> None:
-    """Check a schema in PML; an error says the line, the column, and what to write instead."""
-    schema = load_schema(file)
-    modules = schema.measure.modules
-    print(f"{file}: schema '{schema.name}' is sound ({modules:,} module{'s' if modules != 1 else ''}).")
-
-
-@schema_app.command(epilog="Example: ostinato schema show travel.pml --model smollm2-135m")
-def show(
-    file: SchemaFile,
-    model: Annotated[str, typer.Option(help="Whose tokenizer and sizes to use; its weights are not read.")],
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the KV.")] = "bfloat16",
-    server: Annotated[
-        str | None, typer.Option(help="Address of a server that has the schema: shows what is cached there.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show where everything in a schema stands: positions, tokens, bytes of KV, and what a server has cached."""
-    from ostinato.models import catalogue
-    from ostinato.prompt.layout import layout
-    from ostinato.prompt.report import overview, tree, version
-
-    schema = load_schema(file)
-    with progress_bar(f"Pulling {model}") as progress:
-        path = catalogue.resolve(model, progress=progress)
-    config, tokenizer = _config_and_tokenizer(path)
-    laid_out = layout(schema, tokenizer, max_positions=config.context_length)
-    elements = 2 * len(config.layers) * config.kv_heads * config.head_dim
-    token_bytes = elements * (2 if dtype == "bfloat16" else 4)
-    found = None if server is None else _of_server(server, schema.name, version(schema))
-    if as_json:
-        shown = found["tree"] if found else tree(laid_out.root)
-        print(json.dumps(overview(laid_out) | {"kv_bytes_per_token": token_bytes, "tree": shown}))
-        return
-    drawn = Tree(_label(laid_out.root, found and found["tree"], tokenizer, token_bytes))
-    _grow(drawn, laid_out.root, found and found["tree"], tokenizer, token_bytes)
-    Console().print(drawn, highlight=False)
-
-
-def _of_server(server: str, name: str, version: str) -> dict[str, Any]:
-    """What a server says of a schema, if it has this version of it."""
-    import os
-    from urllib.error import URLError
-    from urllib.parse import quote
-    from urllib.request import Request, urlopen
-
-    url = f"{server.rstrip('/').removesuffix('/v1')}/v1/schemas/{quote(name, safe='')}"
-    if not url.startswith(("http://", "https://")):
-        _fail(f"'{server}' is no address of a server.", "Write http://127.0.0.1:8000", status=2)
-    key = os.environ.get("OSTINATO_API_KEY")
-    try:
-        with urlopen(
-            Request(url, headers={"Authorization": f"Bearer {key}"} if key else {}), timeout=10
-        ) as reply:
-            found: dict[str, Any] = json.load(reply)
-    except (URLError, ValueError) as error:
-        _fail(
-            f"{url} cannot be read: {error}.",
-            "Is the schema registered there? POST /v1/schemas registers it.",
-        )
-    if found["version"] != version:
-        _fail(f"The server has another version of schema '{name}'.", f"PUT {url} replaces it.")
-    return found
-
-
-def _config_and_tokenizer(path: Path) -> tuple[ModelConfig, Tokenizer]:
-    """What a model's files say of it, without its weights (and so without PyTorch)."""
-    from ostinato.models.config_readers import config_from_gguf, config_from_hf
-    from ostinato.models.gguf_file import GGUFFile
-    from ostinato.models.tokenizer import Tokenizer
-
-    if path.is_dir():
-        tokenizer = Tokenizer.from_path(path)
-        return config_from_hf(json.loads((path / "config.json").read_text("utf-8"))), tokenizer
-    metadata = GGUFFile(path).metadata
-    return config_from_gguf(metadata), Tokenizer.from_gguf_metadata(metadata)
-
-
-def _grow(
-    branch: Tree, node: Node, found: dict[str, Any] | None, tokenizer: Tokenizer, token_bytes: int
-) -> None:
-    for number, child in enumerate(node.children):
-        same = found and found["children"][number]
-        _grow(branch.add(_label(child, same, tokenizer, token_bytes)), child, same, tokenizer, token_bytes)
-
-
-def _label(node: Node, found: dict[str, Any] | None, tokenizer: Tokenizer, token_bytes: int) -> str:
-    """One line about a part of a schema; `found` is what a server says of it."""
-    name = node.name
-    if node.kind == "text":
-        text = " ".join(tokenizer.decode([i for span in node.spans for i in span.token_ids]).split())
-        name = f'"{text if len(text) <= 30 else text[:29] + "…"}"'
-    flags = [] if node.cache else ["not cached"]
-    flags += ["isolated"] if node.isolated else []
-    flags += [f"scaffold {node.scaffold}"] if node.scaffold is not None else []
-    flags += [f"scaffold {each.name}: {', '.join(each.modules)}" for each in node.scaffolds]
-    label = f"[bold]{node.kind}[/] {escape(name)}" if name else f"[bold]{node.kind}[/]"
-    if node.kind != "role":
-        kept = f", {_size(node.tokens * token_bytes)} of KV" if node.tokens else ""
-        cached = f", {found['cached_tokens']:,} cached" if found else ""
-        label += f" [dim]at {node.start:,} to {node.end:,}: {node.tokens:,} tokens{kept}{cached}[/]"
-    return label + (f" [yellow]{escape('; '.join(flags))}[/]" if flags else "")
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
-
-
 def _bind(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -382,7 +325,7 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        _fail(f"Cannot listen on {host}:{port}: {error.strerror}.", "Choose another with --host or --port.")
+        fail(f"Cannot listen on {host}:{port}: {error.strerror}.", "Choose another with --host or --port.")
     return listener
 
 
@@ -424,13 +367,13 @@ def quality(
 
     for file in (json_file, plot):
         if file is not None and not file.absolute().parent.is_dir():
-            _fail(f"There is no folder {file.parent} to write {file.name} to.", status=2)
+            fail(f"There is no folder {file.parent} to write {file.name} to.", status=2)
     if plot is not None:
         lab.pyplot()  # what is missing is said now, not after an hour
     try:
         reports = [lab.Report.from_json(json.loads(file.read_text())) for file in beside or ()]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        _fail(f"--beside takes files that `ostinato quality --json` wrote: {error}", status=2)
+        fail(f"--beside takes files that `ostinato quality --json` wrote: {error}", status=2)
     with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("Asking", total=None)
         report = lab.run(
@@ -474,6 +417,8 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(groups_app, name="groups")
 app.add_typer(issuers_app, name="issuers")
 app.command(epilog=AUDIT_EXAMPLES)(audit)
+app.command(epilog=EXPLAIN_EXAMPLE)(explain)
+app.command(epilog=FORGET_EXAMPLES)(forget)
 app.command(epilog=EXAMPLES)(replay)
 lab_app = typer.Typer(no_args_is_help=True, help="Train and measure what the server uses.")
 app.add_typer(lab_app, name="lab")

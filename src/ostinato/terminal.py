@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
-
-from ostinato.cache.policy import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from ostinato.engine.engine import Engine
@@ -19,15 +17,11 @@ err = Console(stderr=True)
 
 
 @contextmanager
-def open_engine(
-    model: str,
-    kv_tokens: int | None = None,
-    dtype: str = "auto",
-    policy: str = DEFAULT_POLICY,
-    record: Path | None = None,
-    predictor: Path | None = None,
-) -> Generator[Engine]:
-    """An engine for `model`, fetched if need be; bars on standard error show what is going on."""
+def open_engine(model: str, **options: Any) -> Generator[Engine]:
+    """An engine for `model`, fetched if need be; bars on standard error show what is going on.
+
+    `options` are the engine's own.
+    """
     from ostinato.models import catalogue
 
     with progress_bar(f"Pulling {model}") as progress:
@@ -38,15 +32,7 @@ def open_engine(
 
         kernels.load()
     with progress_bar(f"Loading {model}") as progress:
-        engine = Engine(
-            model,
-            kv_tokens=kv_tokens,
-            dtype=dtype,
-            policy=policy,
-            record=record,
-            predictor=predictor,
-            progress=progress,
-        )
+        engine = Engine(model, progress=progress, **options)
     with engine:
         yield engine
 
@@ -64,3 +50,11 @@ def progress_bar(description: str) -> Generator[Callable[[int, int], None]]:
             bar.update(task, completed=done, total=total, visible=True)
 
         yield update
+
+
+def fail(message: str, hint: str | None = None, status: int = 1) -> NoReturn:
+    """End the program with one line that says what was wrong, and one that says what to do."""
+    err.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    if hint:
+        err.print(f"[dim]hint:[/] {escape(hint)}", highlight=False, soft_wrap=True)
+    sys.exit(status)

@@ -11,6 +11,7 @@ import re
 import secrets
 import sqlite3
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -90,7 +91,26 @@ class Resources:
         session: str = "",
         ttl: float | None = None,
     ) -> Resource:
-        """Register the principal's document or schema.
+        """Register the principal's document or schema; see `prepare`."""
+        resource = self.prepare(
+            principal, kind, name, content, level, readers=readers, session=session, ttl=ttl
+        )
+        self.insert(principal, resource)
+        return resource
+
+    def prepare(
+        self,
+        principal: Principal,
+        kind: Kind,
+        name: str,
+        content: str,
+        level: Level = "user",
+        *,
+        readers: Iterable[str] = (),
+        session: str = "",
+        ttl: float | None = None,
+    ) -> Resource:
+        """A document or schema as it would be registered; `insert` does it.
 
         Args:
             principal: the owner.
@@ -116,7 +136,7 @@ class Resources:
         except ForbiddenError:
             self._audit.refused(principal, "escalation", name, {"level": level, "resource": kind})
             raise
-        resource = Resource(
+        return Resource(
             PREFIXES[kind] + secrets.token_hex(16),
             kind,
             name,
@@ -129,10 +149,9 @@ class Resources:
             allowed,
             content,
         )
-        self._insert(principal, resource)
-        return resource
 
-    def _insert(self, principal: Principal, resource: Resource) -> None:
+    def insert(self, principal: Principal, resource: Resource) -> None:
+        """Register what `prepare` has made; `ConflictError` if the owner has one of that name."""
         values = (
             resource.id,
             resource.kind,
@@ -164,11 +183,25 @@ class Resources:
             detail = {"name": resource.name, "level": resource.level, "readers": texts}
             self._audit.record(principal, _action(resource.kind, "register"), resource.id, detail=detail)
 
+    def set_content(self, principal: Principal, id: str, content: str) -> None:
+        """Give the principal's own document or schema another text; its id and its readers stay."""
+        _check_text(content)
+        with self._state.transaction() as db:
+            done = db.execute(
+                "UPDATE resources SET content = ? WHERE id = ? AND org = ? AND user = ?",
+                (content, id, principal.org, principal.user),
+            )
+            kind: Kind = "document" if id.startswith(PREFIXES["document"]) else "schema"
+            if not done.rowcount:
+                raise self._not_found(principal, kind, id)
+            self._audit.record(principal, _action(kind, "register"), id, detail={"replaced": 1})
+            self._state.scrub()
+
     def get(self, principal: Principal, reference: str, kind: Kind, *, session: str = "") -> Resource:
         """The document or schema of an id or a name, if the principal may read it; else 404, whatever the reason.
 
-        Where several have the name, the principal's own comes first, then what is shared with it by name or group,
-        its organisation's, and what is public (its organisation's before others'); among those the oldest, so that
+        Where several have the name, the principal's own comes first, then its organisation's, what is shared with it
+        by name or group, and what is public (its organisation's before others'); among those the oldest, so that
         nobody takes over a name by registering it again. What belongs to a session has its name only there.
         """
         for info in self._candidates(principal, reference, kind, session):
@@ -178,6 +211,10 @@ class Resources:
                 if row is not None:
                     return Resource(**vars(info), content=row[0])
         raise self._not_found(principal, kind, reference)
+
+    def transaction(self) -> AbstractContextManager[sqlite3.Connection]:
+        """All changes made inside happen, or none."""
+        return self._state.transaction()
 
     def own(self, principal: Principal, name: str, kind: Kind, *, session: str = "") -> ResourceInfo | None:
         """The principal's own of that name."""
@@ -299,10 +336,14 @@ class Resources:
 
 
 def _distance(principal: Principal, resource: ResourceInfo) -> tuple[int, bool]:
-    """How far from the principal: its own, shared with it, its organisation's, everyone's; then whether from abroad."""
+    """How far from the principal: its own, its organisation's, shared with it, everyone's; then whether from abroad.
+
+    What a colleague shares comes after what the organisation publishes, which takes a permission: nobody can put a text
+    of his own in the place of the organisation's.
+    """
     if owns(principal, resource):
         return (0 if resource.session else 1), False
-    if resource.readers:
+    if resource.level == "org":
         return 2, False
     return (3 if resource.level != "public" else 4), principal.org != resource.org
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable
@@ -48,6 +49,12 @@ class Scope:
 
 
 PUBLIC = Scope("public")
+
+
+def session_name(name: str) -> str:
+    """What a session is called inside, from the client's name for it: it can be read in no log, and no name that a
+    client gives is that of a session without one."""
+    return name and hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
 
 
 def rank(level: Level) -> int:

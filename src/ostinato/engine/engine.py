@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import hashlib
 import itertools
 import logging
 import queue
@@ -22,7 +21,7 @@ from typing import TypedDict, Unpack
 import torch
 
 from ostinato.access.principal import LOCAL, Principal
-from ostinato.access.scope import Level, MemorySecrets, Scope, Secrets
+from ostinato.access.scope import Level, MemorySecrets, Scope, Secrets, session_name
 from ostinato.cache.block import NEVER, Lineage
 from ostinato.cache.index import Index
 from ostinato.cache.keys import model_fingerprint
@@ -40,7 +39,7 @@ from ostinato.engine.request import MAX_SESSION_NAME, Chunk, Reply, SamplingPara
 from ostinato.engine.runner import Runner
 from ostinato.engine.sampler import Sampler
 from ostinato.engine.scheduler import Scheduler, Work
-from ostinato.engine.sequence import Sequence, SequenceChain, root_of, sequence_chains
+from ostinato.engine.sequence import Sequence, SequenceChain, request_tag, root_of, sequence_chains
 from ostinato.engine.stream import Stream, collect
 from ostinato.errors import EngineClosedError, InvalidRequestError, PromptTooLongError
 from ostinato.models import catalogue
@@ -87,6 +86,8 @@ class Options(TypedDict, total=False):
     """Who may reuse what the request computes, where nothing in the prompt says so ("user")."""
     ttl: float
     """Seconds since its latest use after which it counts as forgotten; without it, it stays until it is evicted."""
+    choice: int
+    """Number among the answers to one request; they are one turn of its session, for which the first stands."""
     request_id: str
     """A name to ask by for the request's explanation, and to forget it."""
 
@@ -343,19 +344,21 @@ class Engine:
         """What became of a request's prompt in the cache; None if that principal made no such request lately."""
         return self._explainer.get(request_id, principal.scope("user"))
 
-    def forget(self, scopes: Callable[[Scope], bool], request_id: str = "") -> Forgotten:
-        """Take away, erase and make unreachable all KV of some scopes, or of a request, and all computed from it.
+    def forget(
+        self, scopes: Callable[[Scope], bool], *, request_id: str = "", principal: Principal = LOCAL
+    ) -> Forgotten:
+        """Take away, erase and make unreachable all KV of some scopes, or of a principal's request, and all that was
+        computed from it.
 
         The scopes' secrets are replaced, so that nothing kept anywhere under the old ones can be found again. Requests
         in flight go on; what they compute from it is not kept.
         """
         self._secrets.replace(scopes)
 
+        request = request_id and request_tag(principal.scope("user"), request_id)
+
         def forgotten(lineage: Lineage) -> bool:
-            return any(
-                scopes(each) if isinstance(each, Scope) else bool(request_id) and each == request_id
-                for each in lineage
-            )
+            return any(scopes(each) if isinstance(each, Scope) else each == request for each in lineage)
 
         done: queue.SimpleQueue[Forgotten] = queue.SimpleQueue()
 
@@ -387,7 +390,7 @@ class Engine:
         schema: Schema | str | Path,
         *,
         encode: bool = False,
-        principal: Principal = LOCAL,
+        scope: Scope | None = None,
         progress: Progress | None = None,
     ) -> Layout:
         """Make a schema known: PML text, the path of a PML file, or a `Schema`. A known name is replaced.
@@ -395,29 +398,36 @@ class Engine:
         Args:
             schema: the schema.
             encode: compute the states of its modules now; without it each is computed on first use.
+            scope: who may reuse them; by default whoever computes them, alone.
             progress: called with (modules done, modules in all) while encoding.
 
         Raises:
             SchemaError: it is malformed, and where and why. Nothing is registered then.
         """
-        laid_out = self.schemas.lay_out(schema)
+        laid_out = self.schemas.lay_out(schema, scope)
         if encode:
-            prompts = module_prompts(laid_out.schema)
-            for done, prompt in enumerate(prompts, start=1):
-                resolved = resolve(laid_out, prompt).prompt
-                self.generate(resolved, SamplingParams(max_tokens=1, temperature=0), principal=principal)
-                if progress is not None:
-                    progress(done, len(prompts))
+            self.encode_modules(laid_out, progress=progress)
         replaced = self.schemas.register(laid_out)
         if replaced is not None:
-            self._retire(replaced)
+            self.retire(replaced)
         return laid_out
+
+    def encode_modules(
+        self, laid_out: Layout, principal: Principal = LOCAL, *, progress: Progress | None = None
+    ) -> None:
+        """Compute the states of a schema's modules, on behalf of a principal."""
+        prompts = module_prompts(laid_out.schema)
+        for done, prompt in enumerate(prompts, start=1):
+            resolved = resolve(laid_out, prompt).prompt
+            self.generate(resolved, SamplingParams(max_tokens=1, temperature=0), principal=principal)
+            if progress is not None:
+                progress(done, len(prompts))
 
     def unregister(self, name: str) -> None:
         """Forget a schema; what is cached of it is evicted first. SchemaError if there is none of that name."""
-        self._retire(self.schemas.remove(name))
+        self.retire(self.schemas.remove(name))
 
-    def _retire(self, laid_out: Layout) -> None:
+    def retire(self, laid_out: Layout) -> None:
         """Evict the states of a schema first; those that the schema's new version uses too survive their next use."""
         _, prompt = cacheable(laid_out)
         keys = [
@@ -468,6 +478,7 @@ class Engine:
         principal: Principal = LOCAL,
         scope: Level = "user",
         ttl: float | None = None,
+        choice: int = 0,
         request_id: str = "",
     ) -> Sequence:
         """Tokenise and check a request that came in at `arrived`."""
@@ -477,8 +488,7 @@ class Engine:
                 f"The session's name has {len(session)} characters; {MAX_SESSION_NAME} is the limit.",
                 param="session",
             )
-        # A name is the client's: its hash can neither be read in a log nor be that of a session without a name.
-        named = session and hashlib.sha256(session.encode(errors="surrogatepass")).hexdigest()
+        named = session_name(session)
         asker = Asker(principal, named, scope, ttl, self._ttls)
         encoded = self.encode(prompt, mode=mode, link_tokens=link_tokens, level=scope)
         vocab = self.config.vocab_size
@@ -497,8 +507,9 @@ class Engine:
         sequence = Sequence(next(self._ids), chains, params, min(params.max_tokens or room, room), arrived)
         if params.grammar is not None:
             sequence.matcher = self._grammars.matcher(params.grammar)
-        sequence.session, sequence.asker = named, principal.scope("user")
+        sequence.session, sequence.asker = "" if choice else named, principal.scope("user")
         sequence.request_id = request_id or f"req-{sequence.id}"
+        sequence.tag = request_tag(sequence.asker, sequence.request_id)
         return sequence
 
     def _chains(self, prompt: Prompt, asker: Asker) -> list[SequenceChain]:

@@ -15,7 +15,7 @@ from ostinato.cache.index import Index, readable
 from ostinato.cache.keys import block_key
 from ostinato.cache.plan import Plan
 from ostinato.cache.use import TokenType
-from ostinato.engine.sequence import Sequence, SequenceChain
+from ostinato.engine.sequence import Sequence, SequenceChain, request_tag
 from ostinato.models.tokenizer import Tokenizer
 
 MissReason = Literal["never seen", "diverged", "evicted", "expired", "scope", "not released", "caching off"]
@@ -107,6 +107,9 @@ class Explainer:
             if found is not None:
                 misses[chain] = found
         spans = tuple(_spans(sequence, misses))
+        # Of several answers to one request the first is explained: the others find what it has computed.
+        if sequence.request_id in self._kept:
+            return
         self._kept[sequence.request_id] = Explanation(
             sequence.request_id,
             sequence.prompt_tokens,
@@ -126,7 +129,8 @@ class Explainer:
     def forget(self, forgotten: Callable[[Lineage], bool]) -> None:
         """Drop the explanations that show text of what is forgotten."""
         for request_id, explanation in list(self._kept.items()):
-            if forgotten(frozenset((request_id, *((explanation.asker,) if explanation.asker else ())))):
+            asker = explanation.asker
+            if asker is not None and forgotten(frozenset((asker, request_tag(asker, request_id)))):
                 del self._kept[request_id]
 
     def _miss(

@@ -80,7 +80,9 @@ class Output:
             total=now - sequence.arrived,
         )
         logprobs = () if sequence.params.logprobs is None else tuple(self._logprob(s) for s in sampled)
-        self.sink(Chunk(text, tuple(s.token_id for s in sampled), usage, timing, reason, logprobs, self._stop.found))
+        self.sink(
+            Chunk(text, tuple(s.token_id for s in sampled), usage, timing, reason, logprobs, self._stop.found)
+        )
 
     def _logprob(self, sampled: Sampled) -> TokenLogprob:
         top = tuple(self._named(token, logprob) for token, logprob in sampled.top)

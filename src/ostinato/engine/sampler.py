@@ -61,16 +61,20 @@ class Sampler:
     ) -> Sampled:
         params = sequence.params
         adjusted = _penalised(logits, sequence)
-        best_stands = adjusted is logits and (allowed is None or bool(allowed[best : best + 1].any()))
-        if allowed is not None and not (best_stands and params.temperature == 0.0):
-            adjusted = _masked(adjusted, allowed)
-        if params.temperature == 0.0:
-            token = best if best_stands else int(adjusted.argmax())
+        greedy = params.temperature == 0.0
+        kept: Tensor | None = None
+        if allowed is not None and not (greedy and adjusted is logits and allowed[best : best + 1].any()):
+            # Nothing is computed of tokens that the grammar forbids: mostly it leaves a few.
+            kept = _kept(allowed, logits)
+            adjusted = adjusted[kept]
+        if greedy:
+            at = best if adjusted is logits else int(adjusted.argmax())
         else:
             stream = self._streams.get(sequence.id)
             if stream is None:
                 stream = self._streams[sequence.id] = random.Random(params.seed)
-            token = _draw(adjusted, params, stream.random())
+            at = _draw(adjusted, params, stream.random())
+        token = at if kept is None else int(kept[at])
         if params.logprobs is None:
             return Sampled(token)
         # Of the model itself, before penalties and temperature, as the OpenAI API reports them.
@@ -111,12 +115,9 @@ def _penalised(logits: Tensor, sequence: Sequence) -> Tensor:
     return logits
 
 
-def _masked(logits: Tensor, allowed: NDArray[np.bool_]) -> Tensor:
-    """Logits of the tokens that are allowed; the others cannot be drawn."""
-    masked = torch.full_like(logits, -torch.inf)
-    kept = torch.from_numpy(np.flatnonzero(allowed[: len(logits)])).to(logits.device)
-    masked[kept] = logits[kept]
-    return masked
+def _kept(allowed: NDArray[np.bool_], logits: Tensor) -> Tensor:
+    """The ids of the tokens that are allowed."""
+    return torch.from_numpy(np.flatnonzero(allowed[: len(logits)])).to(logits.device)
 
 
 def _draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:

@@ -173,6 +173,8 @@ class Sequence:
     request_id: str = ""
     asker: Scope | None = None
     """The user whose request it is."""
+    tag: str = ""
+    """The request's in the lineage of what it computes."""
     kept: bool = True
     """False once something in it is forgotten: nothing that it computes is kept."""
     use: Use = NOBODY
@@ -348,6 +350,11 @@ def sequence_chains(
             moving.token_ids, moving.source = at_home.token_ids, at_home
             moved.append((number, moving))
     return chains
+
+
+def request_tag(asker: Scope, request_id: str) -> str:
+    """A request's name that no other user's request can have, whatever ids they choose."""
+    return f"{asker.encoded().hex()} {request_id}"
 
 
 def root_of(fingerprint: bytes, origin: tuple[str, int, bytes], secret: bytes) -> bytes:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
+from ostinato.access.scope import Scope
 from ostinato.models.tokenizer import Tokenizer
 from ostinato.prompt.documents import has_documents, resolve_documents
 from ostinato.prompt.layout import Layout, layout
@@ -23,7 +25,7 @@ class Registry:
         self._lock = threading.Lock()
         self._bare = layout(Schema("none"), tokenizer)
 
-    def lay_out(self, schema: Schema | str | Path) -> Layout:
+    def lay_out(self, schema: Schema | str | Path, scope: Scope | None = None) -> Layout:
         """The layout of a schema given as PML text, as a path to a PML file, or typed. Nothing is kept.
 
         Raises:
@@ -33,7 +35,7 @@ class Registry:
             schema = load_schema(schema)
         elif isinstance(schema, str):
             schema = parse_schema(schema) if "<" in schema else load_schema(Path(schema))
-        return layout(schema, self._tokenizer, max_positions=self._max_positions)
+        return replace(layout(schema, self._tokenizer, max_positions=self._max_positions), scope=scope)
 
     def register(self, laid_out: Layout) -> Layout | None:
         """Keep a schema under its name. Returns the one of that name that it replaces, if there was one."""
@@ -60,13 +62,18 @@ class Registry:
         with self._lock:
             return tuple(sorted(self._layouts))
 
-    def resolve(self, prompt: SchemaPrompt, mode: ReuseMode, link_tokens: int) -> Resolved:
-        """The chains of a prompt over its schema, or over none."""
+    def resolve(
+        self, prompt: SchemaPrompt, mode: ReuseMode, link_tokens: int, over: Layout | None = None
+    ) -> Resolved:
+        """The chains of a prompt over `over`, or else over the schema of the name it gives, or over none."""
         if has_documents(prompt):
             return resolve_documents(
                 self._tokenizer, prompt, mode=mode, link_tokens=link_tokens, max_positions=self._max_positions
             )
-        over = self._bare if prompt.schema is None else self.get(prompt.schema)
+        if over is None:
+            over = self._bare if prompt.schema is None else self.get(prompt.schema)
+        else:
+            prompt = replace(prompt, schema=over.schema.name)  # it may be named by its id
         return resolve(over, prompt, mode=mode, link_tokens=link_tokens)
 
 

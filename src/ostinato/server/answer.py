@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,6 +20,10 @@ class Answer(ABC):
 
     placements: tuple[Placement, ...] | None = None
     """Where the parts of the prompt stand, if that is over a schema. Set once the prompt is laid out."""
+    explain: Callable[[], Json | None] | None = None
+    """Explains what was cached of the prompt, if that is asked for."""
+
+    id: str
 
     @abstractmethod
     def whole(self, replies: Sequence[Reply]) -> Json:
@@ -39,9 +43,12 @@ class Answer(ABC):
 
     def report(self) -> Json:
         """What only this server tells, once an answer."""
-        if self.placements is None:
-            return {}
-        return {"ostinato": {"placements": [asdict(placement) for placement in self.placements]}}
+        told: Json = {}
+        if self.placements is not None:
+            told["placements"] = [asdict(placement) for placement in self.placements]
+        if self.explain is not None:
+            told["cache"] = self.explain()
+        return {"ostinato": told} if told else {}
 
 
 def event(data: Json, name: str | None = None) -> str:

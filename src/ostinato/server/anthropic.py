@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ostinato.engine.grammar import Grammar, json_grammar
 from ostinato.engine.request import SamplingParams
 from ostinato.errors import InvalidRequestError
-from ostinato.prompt.cache_control import cache_control
+from ostinato.prompt.cache_control import CacheControl, cache_control
 from ostinato.prompt.chat import Chat
 from ostinato.prompt.resolve import ReuseMode
 from ostinato.prompt.schema import SchemaPrompt
@@ -192,8 +192,8 @@ class Conversation(_Model):
 
     def chat(self) -> list[ChatMessage]:
         """The messages in the other dialect, whose forms chat templates know."""
-        system = [TextPart(type="text", text=self.system)] if self.system and isinstance(self.system, str) else self.system
-        chat = [ChatMessage(role="system", content=list[Part](system))] if isinstance(system, list) and system else []
+        system = _texts(self.system) if self.system else []
+        chat = [ChatMessage(role="system", content=list[Part](system))] if system else []
         for message in self.messages:
             chat += _assistant(message) if message.role == "assistant" else _others(message)
         return chat
@@ -259,10 +259,10 @@ class Conversation(_Model):
                 yield f"messages[{number}].content[{at}].cache_control", block.cache_control
 
     def _check(self, message: InputMessage, at: str) -> None:
-        not_its_own = {"assistant": _OF_USER, "user": _OF_ASSISTANT}.get(message.role, _OF_USER + _OF_ASSISTANT)
+        others = {"assistant": _OF_USER, "user": _OF_ASSISTANT, "system": _OF_USER + _OF_ASSISTANT}
         for number, block in enumerate(message.blocks):
             where = f"{at}.content[{number}]"
-            if isinstance(block, not_its_own):
+            if isinstance(block, others[message.role]):
                 raise InvalidRequestError(
                     f"{where} is of type '{block.type}', which a message of role '{message.role}' cannot have.",
                     param=f"{where}.type",
@@ -277,12 +277,15 @@ class MessagesRequest(Conversation):
     """The body of `POST /v1/messages`."""
 
     max_tokens: Count
+    """0 to have the prompt cached, and no answer."""
     stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
+    explain: bool | None = None
+    """Whether the answer says what was cached of the prompt, and why the rest was not."""
 
     @property
     def session(self) -> str:
@@ -290,9 +293,9 @@ class MessagesRequest(Conversation):
         return (self.metadata.user_id if self.metadata else None) or ""
 
     @property
-    def ttl(self) -> float | None:
-        """Seconds for which what is computed is worth keeping; None leaves it to the server."""
-        return cache_control(self.cache_control, "cache_control").ttl
+    def control(self) -> CacheControl:
+        """Who may reuse, and for how long, what nothing in the prompt says more of."""
+        return cache_control(self.cache_control, "cache_control")
 
     def engine_requests(self, calls: Calls) -> list[tuple[Chat | SchemaPrompt, SamplingParams]]:
         """The one engine request."""
@@ -302,7 +305,7 @@ class MessagesRequest(Conversation):
     def sampling(self, calls: Calls) -> SamplingParams:
         """How to sample; `calls` is how the model writes calls of tools."""
         return SamplingParams(
-            max_tokens=self.max_tokens,
+            max_tokens=max(self.max_tokens, 1),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
@@ -340,9 +343,7 @@ def _assistant(message: InputMessage) -> list[ChatMessage]:
             case _:
                 pass
     control = _control(block for block in message.blocks if isinstance(block, ToolUseBlock))
-    return [
-        ChatMessage(role="assistant", content=parts, tool_calls=calls or None, cache_control=control)
-    ]
+    return [ChatMessage(role="assistant", content=parts, tool_calls=calls or None, cache_control=control)]
 
 
 def _others(message: InputMessage) -> list[ChatMessage]:
@@ -381,6 +382,6 @@ def _failed(block: ToolResultBlock) -> list[TextPart]:
     return [TextPart(type="text", text="Error: ")] if block.is_error else []
 
 
-def _control(blocks: Iterator[ToolUseBlock]) -> Mapping[str, Any] | None:
+def _control(blocks: Iterator[ToolUseBlock]) -> Json | None:
     """Of several calls, which are one message: the last that is given."""
     return next((block.cache_control for block in reversed(list(blocks)) if block.cache_control), None)

@@ -27,6 +27,8 @@ class MessagesAnswer(Answer):
     """Prompt tokens up to the last breakpoint, which the client asks to be cached."""
     long: bool = False
     """Whether for an hour."""
+    silent: bool = False
+    """Whether the prompt is computed for the cache alone, and what is generated is dropped."""
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
     _begun: bool = False
     _open: str | None = None
@@ -36,6 +38,8 @@ class MessagesAnswer(Answer):
 
     def whole(self, replies: Sequence[Reply]) -> Json:
         [reply] = replies
+        if self.silent:
+            return self._message([], reply.usage) | self._end("length", None) | self.report()
         content: list[Json] = []
         arguments: list[str] = []
         for said in (*self.parser.add(reply.text), *self.parser.finish()):
@@ -52,7 +56,8 @@ class MessagesAnswer(Answer):
         used = [block for block in content if block["type"] == "tool_use"]
         for block, text in zip(used, arguments, strict=True):
             block["input"] = _object(text)
-        return self._message(content, reply.usage) | self._end(reply.finish_reason, reply.stop) | self.report()
+        end = self._end(reply.finish_reason, reply.stop)
+        return self._message(content, reply.usage) | end | self.report()
 
     def events(self, index: int, chunk: Chunk, *, last: bool) -> Iterator[str]:  # noqa: ARG002 (there is one choice)
         if not self._begun:
@@ -60,7 +65,7 @@ class MessagesAnswer(Answer):
             yield _named("message_start", message=self._message([], chunk.usage))
             yield _named("ping")
         found = self.parser.add(chunk.text) + (self.parser.finish() if chunk.finish_reason else [])
-        for said in found:
+        for said in [] if self.silent else found:
             match said:
                 case Said():
                     if self._open != "text":
@@ -72,7 +77,7 @@ class MessagesAnswer(Answer):
                     yield self._delta({"type": "input_json_delta", "partial_json": said.json})
         if chunk.finish_reason:
             yield from self._closed()
-            end = self._end(chunk.finish_reason, chunk.stop)
+            end = self._end("length" if self.silent else chunk.finish_reason, chunk.stop)
             yield _named("message_delta", delta=end, usage=self._usage(chunk.usage), **self.report())
 
     def end(self) -> Iterator[str]:
@@ -128,7 +133,7 @@ class MessagesAnswer(Answer):
                 "ephemeral_5m_input_tokens": 0 if self.long else created,
                 "ephemeral_1h_input_tokens": created if self.long else 0,
             },
-            "output_tokens": usage.completion_tokens,
+            "output_tokens": 0 if self.silent else usage.completion_tokens,
         }
 
 

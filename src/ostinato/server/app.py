@@ -15,18 +15,25 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ostinato import __version__
+from ostinato.access.access import Access
+from ostinato.access.errors import ForbiddenError
+from ostinato.access.principal import Principal
 from ostinato.engine.engine import LINK_TOKENS, Engine, Options, PromptLike
 from ostinato.engine.request import Chunk, Reply, SamplingParams
 from ostinato.engine.stream import collect as collect_reply
 from ostinato.errors import EngineClosedError, ModelNotFoundError
+from ostinato.prompt.cache_control import CacheControl
 from ostinato.prompt.resolve import Placement, ReuseMode
-from ostinato.prompt.schema import Documents, SchemaPrompt, Text
+from ostinato.prompt.schema import SchemaPrompt, Text
 from ostinato.server.answer import Answer
 from ostinato.server.anthropic import Conversation, MessagesRequest
 from ostinato.server.anthropic_answer import MessagesAnswer
-from ostinato.server.errors import RefusedError, add_error_handlers, describe, request_id
+from ostinato.server.cache import cache_routes, explanation_json
+from ostinato.server.documents import document_routes
+from ostinato.server.errors import add_error_handlers, describe, request_id
+from ostinato.server.library import Library, principal_of
 from ostinato.server.metrics import Metrics
-from ostinato.server.middleware import ApiKeys, BodyLimit, CountRequests, RequestIds
+from ostinato.server.middleware import Authenticate, BodyLimit, CountRequests, RequestIds
 from ostinato.server.openai import ChatCompletionRequest, CompletionRequest, Json, Prompt
 from ostinato.server.openai_answer import ChatAnswer, CompletionAnswer, fingerprint
 from ostinato.server.schemas import schema_routes
@@ -43,10 +50,16 @@ class Body(Protocol):
     """A request for text, in the words of any API."""
 
     stream: bool | None
+    explain: bool | None
 
     @property
     def session(self) -> str:
         """The conversation or agent run that the request belongs to."""
+        ...
+
+    @property
+    def control(self) -> CacheControl:
+        """Who may reuse, and for how long, what nothing in the prompt says more of."""
         ...
 
     @property
@@ -73,8 +86,14 @@ CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left before the answer: nobody receives it, the metrics count it."""
 
 
-def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
-    """The server of `engine`. With `api_keys`, everything but `/health` asks for one of them."""
+def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
+    """The server of `engine`.
+
+    `access` says who may use it, and keeps what they register; without one, whoever reaches it may, and what is
+    registered is gone with the process.
+    """
+    access = access or Access(":memory:")
+    library = Library(engine, access)
     app = FastAPI(title="Ostinato", version=__version__, redoc_url=None)
     metrics = Metrics(engine)
     system_fingerprint = fingerprint(engine.fingerprint, __version__)
@@ -90,8 +109,7 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
     # The last added is the outermost. All are plain ASGI: Starlette's BaseHTTPMiddleware would stand
     # between the client and the response, where it hides disconnects.
     app.add_middleware(BodyLimit)
-    if api_keys:
-        app.add_middleware(ApiKeys, keys=api_keys)
+    app.add_middleware(Authenticate, access=access)
     app.add_middleware(CountRequests, metrics=metrics)
     app.add_middleware(RequestIds)
     add_error_handlers(app)
@@ -103,15 +121,26 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
     async def respond(request: Request, body: Body, answer: Answer) -> Response:
         # The engine calls whatever it is given the prompt; errors name the field that it came in.
         request.state.prompt_field = body.prompt_field
-        requests, answer.placements = await placed(engine, body, calls)
-        pieces = run(engine, metrics, requests, body.session)
-        if not body.stream:
-            replies = await unless_gone(request.receive, collect(pieces, len(requests)))
-            return JSONResponse(answer.whole(replies))
-        events = stream(pieces, len(requests), answer)
-        # Nothing is sent before the first event, so that what the engine refuses still gets its status.
-        first = await unless_gone(request.receive, anext(events))
-        return EventStream(first, events)
+        principal, control = principal_of(request), body.control
+        requests, answer.placements = await placed(library, principal, body, calls)
+        options = Options(principal=principal, session=body.session, request_id=answer.id)
+        if control.level is not None:
+            options["scope"] = control.level
+        if control.ttl is not None:
+            options["ttl"] = control.ttl
+        if body.explain:
+            answer.explain = partial(_explained, engine, answer.id, principal)
+        pieces = run(engine, metrics, requests, options)
+        try:
+            if not body.stream:
+                replies = await unless_gone(request.receive, collect(pieces, len(requests)))
+                return JSONResponse(answer.whole(replies))
+            events = stream(pieces, len(requests), answer)
+            # Nothing is sent before the first event, so that what the engine refuses still gets its status.
+            return EventStream(await unless_gone(request.receive, anext(events)), events)
+        except ForbiddenError as error:
+            await asyncio.to_thread(access.audit.refused, principal, "escalation", error.param or "")
+            raise
 
     @app.exception_handler(ClientGone)
     async def client_gone(request: Request, error: ClientGone) -> Response:  # noqa: ARG001
@@ -158,8 +187,9 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
             engine.model_name,
             await asyncio.to_thread(body.parser, calls),
             request_id(request.scope),
-            cacheable=await asyncio.to_thread(cacheable_tokens, engine, body),
+            cacheable=await asyncio.to_thread(cacheable_tokens, engine, library, principal_of(request), body),
             long=body.long,
+            silent=body.max_tokens == 0,
         )
         return await respond(request, body, answer)
 
@@ -169,7 +199,8 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
         check_model(body.model)
         request.state.prompt_field = body.prompt_field
         body.check()
-        return {"input_tokens": len(await asyncio.to_thread(prompt_tokens, engine, body))}
+        tokens = await asyncio.to_thread(prompt_tokens, engine, library, principal_of(request), body)
+        return {"input_tokens": len(tokens)}
 
     @app.get("/v1/models")
     async def models() -> Json:
@@ -182,7 +213,9 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
         check_model(name)
         return model
 
-    app.include_router(schema_routes(engine))
+    app.include_router(schema_routes(engine, access, library))
+    app.include_router(document_routes(engine, access))
+    app.include_router(cache_routes(engine, access))
 
     @app.get("/health")
     async def health() -> Json:
@@ -200,7 +233,7 @@ def create_app(engine: Engine, *, api_keys: tuple[str, ...] = ()) -> FastAPI:
 
 
 async def placed(
-    engine: Engine, body: Body, calls: Calls
+    library: Library, principal: Principal, body: Body, calls: Calls
 ) -> tuple[list[EngineRequest], tuple[Placement, ...] | None]:
     """The engine requests of a body, and where the parts of its prompt stand if that is over a schema."""
     # Reading PML may take a while; the event loop serves others meanwhile.
@@ -208,60 +241,58 @@ async def placed(
     prompt, _ = requests[0]
     if not isinstance(prompt, SchemaPrompt):
         return list(requests), None
-    _check_files(prompt)
     resolved = await asyncio.to_thread(
-        engine.schemas.resolve, prompt, body.mode, body.link_tokens or LINK_TOKENS
+        library.resolve,
+        prompt,
+        principal,
+        session=body.session,
+        mode=body.mode,
+        link_tokens=body.link_tokens or LINK_TOKENS,
     )
     return [(resolved.prompt, params) for _, params in requests], resolved.placements
 
 
-def prompt_tokens(engine: Engine, body: Conversation) -> tuple[int, ...]:
+def _explained(engine: Engine, request_id: str, principal: Principal) -> Json | None:
+    found = engine.explain(request_id, principal)
+    return None if found is None else explanation_json(found)
+
+
+def prompt_tokens(
+    engine: Engine, library: Library, principal: Principal, body: Conversation
+) -> tuple[int, ...]:
     """The tokens of a conversation as a prompt."""
-    prompt = body.prompt()
+    prompt, links = body.prompt(), body.link_tokens or LINK_TOKENS
     if isinstance(prompt, SchemaPrompt):
-        _check_files(prompt)
-    return tuple(engine.encode(prompt, mode=body.mode, link_tokens=body.link_tokens or LINK_TOKENS).token_ids)
+        resolved = library.resolve(prompt, principal, mode=body.mode, link_tokens=links)
+        return tuple(resolved.prompt.token_ids)
+    return tuple(engine.encode(prompt).token_ids)
 
 
-def cacheable_tokens(engine: Engine, body: Conversation) -> int:
+def cacheable_tokens(engine: Engine, library: Library, principal: Principal, body: Conversation) -> int:
     """How many tokens of its prompt a client asks to be cached: those up to its last breakpoint."""
     part = body.cached_part()
     if part is None:
         return 0
     if part is body:
         return engine.max_model_len
-    cut, whole = prompt_tokens(engine, part), prompt_tokens(engine, body)
+    cut, whole = (prompt_tokens(engine, library, principal, each) for each in (part, body))
     # What ends the shorter prompt is the template's, and not in the longer one.
     differing = (at for at, (a, b) in enumerate(zip(cut, whole, strict=False)) if a != b)
     return next(differing, min(len(cut), len(whole)))
 
 
-def _check_files(prompt: SchemaPrompt) -> None:
-    """Refuse documents that are only named."""
-    for item in prompt.items:
-        for document in item.documents if isinstance(item, Documents) else ():
-            if document.file_id:
-                raise RefusedError(
-                    404,
-                    f"There is no document {document.file_id!r}.",
-                    param="messages",
-                    code="document_not_found",
-                )
-
-
 def _text(engine: Engine, prompt: Prompt) -> str:
     if isinstance(prompt, Text):
         return prompt.text
-    ids = prompt if isinstance(prompt, list) else []
-    return engine.tokenizer.decode([token for token in ids if isinstance(token, int)])
+    return engine.tokenizer.decode(prompt if isinstance(prompt, list) else [])
 
 
 async def run(
-    engine: Engine, metrics: Metrics, requests: Sequence[EngineRequest], session: str = ""
+    engine: Engine, metrics: Metrics, requests: Sequence[EngineRequest], options: Options
 ) -> Pieces:
     """Run engine requests at once; their chunks as they come, each with the index of its request.
 
-    Together they are one turn of `session`, so the first stands for all.
+    Together they are one turn of their session, so the first stands for all.
     Chunks wait here for a slow client, so that the engine never does. Closing the generator cancels the
     requests that still run; so does an error in one of them.
     """
@@ -270,8 +301,8 @@ async def run(
     async def follow(index: int, prompt: PromptLike, params: SamplingParams) -> None:
         previous = None
         try:
-            options = Options(session=session) if index == 0 else Options()
-            async with aclosing(engine.astream(prompt, params, **options)) as chunks:
+            asked: Options = {**options, "choice": index}
+            async with aclosing(engine.astream(prompt, params, **asked)) as chunks:
                 async for chunk in chunks:
                     if chunk.finish_reason == "cancelled":
                         raise EngineClosedError("The server is shutting down.")

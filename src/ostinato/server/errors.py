@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from ostinato.access.errors import AccessError
 from ostinato.errors import EngineClosedError, InvalidRequestError, ModelNotFoundError, OstinatoError
 from ostinato.prompt.schema import SchemaError
 
@@ -76,7 +77,7 @@ class RefusedError(OstinatoError):
 
 
 # All others count as internal errors: answered with 500, and logged.
-EXPECTED = (EngineClosedError, InvalidRequestError, ModelNotFoundError, RefusedError)
+EXPECTED = (AccessError, EngineClosedError, InvalidRequestError, ModelNotFoundError, RefusedError)
 
 
 def describe(error: Exception) -> ErrorAnswer:
@@ -89,6 +90,9 @@ def describe(error: Exception) -> ErrorAnswer:
             return ErrorAnswer(error.status_code, str(error.detail), code=code, headers=error.headers or {})
         case RefusedError():
             return error.answer
+        case AccessError():
+            headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+            return ErrorAnswer(error.status, str(error), param=error.param, code=error.code, headers=headers)
         case InvalidRequestError():
             return ErrorAnswer(400, str(error), param=error.param, code=error.code)
         case ModelNotFoundError():
@@ -133,7 +137,7 @@ def _describe_validation(error: RequestValidationError) -> ErrorAnswer:
         return ErrorAnswer(400, f"{name}: {errors[0]['msg']}.", param=name, code="invalid_value")
     if not isinstance(error.body, dict):
         return ErrorAnswer(400, "The body must be a JSON object, sent with Content-Type: application/json.")
-    paths = [_field_path(each["loc"][1:], error.body) for each in errors]
+    paths = [_field_path(each["loc"][1:], error.body, missing=each["type"] == "missing") for each in errors]
     paths = [
         (*path, "type") if each["type"].startswith("union_tag") else path
         for path, each in zip(paths, errors, strict=True)
@@ -147,11 +151,12 @@ def _describe_validation(error: RequestValidationError) -> ErrorAnswer:
     return ErrorAnswer(400, f"{param}: {reason}.", param=param, code="invalid_value")
 
 
-def _field_path(location: Sequence[str | int], body: object) -> tuple[str | int, ...]:
+def _field_path(location: Sequence[str | int], body: object, *, missing: bool) -> tuple[str | int, ...]:
     """The part of pydantic's location that names fields; the rest names the members of unions it tried."""
     path: list[str | int] = []
-    for part in location:
-        if isinstance(body, dict) and part not in body and body.get("type") == part:  # pyright: ignore[reportUnknownMemberType]
+    for number, part in enumerate(location, start=1):
+        is_field = missing and number == len(location)
+        if isinstance(body, dict) and not is_field and part not in body and body.get("type") == part:  # pyright: ignore[reportUnknownMemberType]
             continue  # the member of a union that the input's own type chose
         if isinstance(body, dict):
             path.append(part)

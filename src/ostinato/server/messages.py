@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from ostinato.access.scope import rank
+from ostinato.access.scope import Level, rank
 from ostinato.errors import InvalidRequestError
 from ostinato.prompt.cache_control import NONE, CacheControl, cache_control
 from ostinato.prompt.chat import Chat
@@ -111,13 +112,10 @@ class DocumentPart(BaseModel):
     @property
     def document(self) -> Document:
         """The document for a prompt; one that is registered has its text yet to be looked up."""
-        given = isinstance(self.source, TextSource)
-        return Document(
-            self.source.data if isinstance(self.source, TextSource) else "",
-            self.title or "",
-            cache_control(self.cache_control, "cache_control"),
-            file_id="" if given else self.source.file_id,
-        )
+        control, title = cache_control(self.cache_control, "cache_control"), self.title or ""
+        if isinstance(self.source, FileSource):
+            return Document("", title, control, file_id=self.source.file_id)
+        return Document(self.source.data, title, control)
 
 
 class Function(BaseModel):
@@ -139,10 +137,8 @@ class ToolCall(BaseModel):
     def for_template(self) -> Json:
         """Chat templates write arguments as JSON themselves, so they get what the JSON says."""
         arguments: Any = self.function.arguments
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            pass
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -256,8 +252,7 @@ def _narrowest(controls: Sequence[CacheControl]) -> CacheControl:
     if not controls:
         return NONE
     # What names no scope has the caller's default, which is no wider than what the caller may name.
-    level = max((control.level for control in controls), key=lambda level: rank(level or "user"))
+    named: list[Level | None] = [control.level for control in controls]
+    level = max(named, key=lambda each: (rank(each or "user"), each is None))
     ttls = [control.ttl for control in controls if control.ttl is not None]
-    if level is not None and any(control.level is None for control in controls):
-        level = level if rank(level) > rank("user") else None
     return CacheControl(level, min(ttls, default=None))

@@ -1,16 +1,18 @@
-"""What stands before the routes: API keys, the limit on bodies, the count of requests."""
+"""What stands before the routes: who asks, the limit on bodies, the count of requests."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import asyncio
 import uuid
 
 from fastapi.exceptions import HTTPException
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ostinato.server.errors import ErrorAnswer, describe, is_anthropic
+from ostinato.access.access import Access
+from ostinato.access.errors import AccessError
+from ostinato.access.principal import LOCAL, Principal
+from ostinato.server.errors import RefusedError, describe, is_anthropic
 from ostinato.server.metrics import Metrics
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -22,41 +24,63 @@ ENDPOINTS = frozenset(
         "/v1/messages/count_tokens",
         "/v1/models",
         "/v1/schemas",
+        "/v1/documents",
+        "/v1/requests",
+        "/v1/forget",
         "/health",
         "/metrics",
     }
 )
 
 
-class ApiKeys:
-    """Lets a request pass that has one of the keys as its bearer token. `/health` is open to all."""
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+
+class Authenticate:
+    """Says who asks, in the request's state; nobody else does. `/health` is open to all.
+
+    The key is read from `Authorization`, or from `x-api-key`, where clients of Anthropic's API put it.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health" or self._allowed(Headers(scope=scope)):
+        if scope["type"] != "http" or scope["path"] == "/health":
             await self._app(scope, receive, send)
             return
-        refusal = ErrorAnswer(
-            401,
-            "Missing or incorrect API key: send it in the header Authorization: Bearer <key>.",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await refusal.response(scope)(scope, receive, send)
+        headers = Headers(scope=scope)
+        authorization = headers.get("authorization")
+        if authorization is None and "x-api-key" in headers:
+            authorization = f"Bearer {headers['x-api-key']}"
+        try:
+            # It may ask a file, or fetch an issuer's keys; the event loop serves others meanwhile.
+            principal = await asyncio.to_thread(self._principal, authorization)
+            if principal is LOCAL and _host(headers.get("host", "")) not in LOOPBACK:
+                # A page in a browser on this machine can be served under a name that leads here.
+                raise RefusedError(
+                    403,
+                    "Without authentication this server answers to localhost alone. Ask it by that name, or make a "
+                    "key: ostinato keys create.",
+                    code="not_local",
+                )
+        except (AccessError, RefusedError) as error:
+            await describe(error).response(scope)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["principal"] = principal
+        await self._app(scope, receive, send)
 
-    def _allowed(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip().encode("latin-1"))
-        # All keys are compared, and digests of one length, so that the time taken tells nothing.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+    def _principal(self, authorization: str | None) -> Principal:
+        self._access.secrets.refresh()
+        return self._access.authenticate(authorization)
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def _host(header: str) -> str:
+    """The name in a `Host` header, without the port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0].lower()
 
 
 class BodyLimit:
@@ -147,7 +171,7 @@ class CountRequests:
             await self._app(scope, receive, noting)
         finally:
             path = scope["path"]
-            # One label for all schemas, whose names are the clients' to choose.
-            path = "/v1/schemas" if path.startswith("/v1/schemas/") else path
-            endpoint = path if path in ENDPOINTS else "other"
+            # One label for all that is below, whose names are the clients' to choose.
+            above = "/".join(path.split("/")[:3])
+            endpoint = path if path in ENDPOINTS else above if above in ENDPOINTS else "other"
             self._metrics.requests.labels(endpoint, str(status)).inc()

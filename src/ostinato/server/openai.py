@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from ostinato.engine.grammar import Grammar, json_grammar
 from ostinato.engine.request import MAX_SESSION_NAME, SamplingParams
 from ostinato.errors import InvalidRequestError
-from ostinato.prompt.cache_control import cache_control, seconds
+from ostinato.prompt.cache_control import CacheControl, cache_control, seconds
 from ostinato.prompt.chat import Chat
 from ostinato.prompt.pml import parse_prompt
 from ostinato.prompt.resolve import ReuseMode
@@ -135,6 +135,10 @@ class GenerationRequest(BaseModel):
     """A prompt over a schema: PML, or the JSON form of a `SchemaPrompt`."""
     reuse_mode: ReuseMode | None = None
     link_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    cache_control: Json | None = None
+    """The scope and the time to live of what nothing in the prompt says more of."""
+    explain: bool | None = None
+    """Whether the answer says what was cached of the prompt, and why the rest was not."""
 
     def prompts(self) -> list[Prompt]:
         """The prompts of the body, in order."""
@@ -172,11 +176,12 @@ class GenerationRequest(BaseModel):
         return self.prompt_cache_key or of_metadata or self.user or ""
 
     @property
-    def ttl(self) -> float | None:
-        """Seconds for which what is computed is worth keeping; None leaves it to the server."""
-        if self.prompt_cache_retention in (None, "in_memory", "in-memory"):
-            return None
-        return seconds(self.prompt_cache_retention, "prompt_cache_retention")
+    def control(self) -> CacheControl:
+        """Who may reuse, and for how long, what nothing in the prompt says more of."""
+        control = cache_control(self.cache_control, "cache_control")
+        if control.ttl is not None or self.prompt_cache_retention in (None, "in_memory", "in-memory"):
+            return control
+        return CacheControl(control.level, seconds(self.prompt_cache_retention, "prompt_cache_retention"))
 
     @property
     def prompt_field(self) -> str:
@@ -203,7 +208,6 @@ class GenerationRequest(BaseModel):
     def engine_requests(self, calls: Calls) -> list[tuple[Prompt, SamplingParams]]:
         """One engine request for each choice of each prompt. Choice i of a seeded request has seed + i."""
         refuse(self.model_extra or {}, self.unsupported)
-        _ = self.ttl  # raises if it is malformed
         if self.stream_options and not self.stream:
             raise InvalidRequestError(
                 "stream_options is only allowed when stream is true.", param="stream_options"

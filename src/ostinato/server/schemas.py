@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
 from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse
 
+from ostinato.access.access import Access
+from ostinato.access.errors import NotFoundError
+from ostinato.access.principal import Principal
+from ostinato.access.resources import Resource, ResourceInfo
+from ostinato.access.scope import Level
 from ostinato.engine.engine import Engine
 from ostinato.errors import InvalidRequestError
+from ostinato.prompt.cache_control import seconds
 from ostinato.prompt.layout import Layout
 from ostinato.prompt.pml import parse_schema
 from ostinato.prompt.report import cacheable, overview, tree
 from ostinato.prompt.schema import Schema, SchemaError
 from ostinato.server.errors import RefusedError
+from ostinato.server.library import Library, Readers, about, principal_of
 from ostinato.server.messages import check_unicode
 
 Json = dict[str, Any]
@@ -54,134 +63,235 @@ _BODY: Json = {
 }
 
 
+@dataclass(frozen=True)
+class Submitted:
+    """A schema as a client registers it. What is None is left as it is, or as it is by default."""
+
+    schema: Schema
+    encode: bool = False
+    scope: Level | None = None
+    readers: tuple[str, ...] | None = None
+    ttl: float | None = None
+
+
 class Schemas:
-    """The schemas of an engine, as clients read and change them."""
+    """The schemas of a server, as principals read and change them.
 
-    def __init__(self, engine: Engine) -> None:
+    Those that the operator has registered with the engine are everybody's to use, and an administrator's to change.
+    """
+
+    def __init__(self, engine: Engine, access: Access, library: Library) -> None:
         self._engine = engine
-        # Whether a name is taken must not change between asking and registering.
-        self._changing = asyncio.Lock()
+        self._resources = access.resources
+        self._library = library
 
-    def get(self, name: str) -> Layout:
-        """The layout of a schema; 404 if there is none of that name."""
-        try:
-            return self._engine.schemas.get(name)
-        except SchemaError as error:
-            raise RefusedError(404, str(error), param="name", code="schema_not_found") from None
+    def all(self, principal: Principal) -> list[Json]:
+        """Every schema that the principal may use, without its tree, in the order of names."""
+        found = [
+            (info.name, self._found(principal, info.id))
+            for info in self._resources.visible(principal, "schema")
+        ]
+        for name in self._engine.schemas.names():
+            with suppress(SchemaError):  # removed meanwhile
+                found.append((name, (self._engine.schemas.get(name), None)))
+        return [
+            {"object": "schema"} | about(info) | overview(laid_out)
+            for _, (laid_out, info) in sorted(found, key=lambda each: each[0])
+        ]
 
-    def all(self) -> list[Layout]:
-        """Every schema, in the order of names."""
-        names = self._engine.schemas.names()
-        found: list[Layout] = []
-        for name in names:
+    def report(self, principal: Principal, name: str) -> Json:
+        """A schema with its tree, and what of it is cached now, for the principal."""
+        laid_out, info = self._found(principal, name)
+        texts, prompt = cacheable(laid_out)
+        counts = self._engine.cached_tokens(prompt, principal)
+        cached = {id(text): count for text, count in zip(texts, counts, strict=True)}
+        return summary(laid_out, info, cached)
+
+    def add(self, principal: Principal, submitted: Submitted) -> Json:
+        """Register a new schema. Either all of this happens or nothing."""
+        name = submitted.schema.name
+        if self._own(principal, name) is not None:
+            raise RefusedError(
+                409,
+                f"There is a schema '{name}' already. PUT /v1/schemas/{name} replaces it.",
+                param="name",
+                code="schema_exists",
+            )
+        return self._insert(principal, submitted)
+
+    def put(self, principal: Principal, submitted: Submitted) -> tuple[Json, bool]:
+        """Register a schema in place of the principal's own of its name, if any; whether there was one."""
+        name, wanted = submitted.schema.name, submitted.scope
+        own = self._own(principal, name)
+        if isinstance(own, Layout):
+            self._engine.unregister(name)
+            return self._insert(principal, submitted), True
+        if own is None:
+            return self._insert(principal, submitted), False
+        if (wanted or own.level) != own.level or submitted.ttl is not None:
+            made = self._prepared(principal, submitted)
+            with self._resources.transaction():
+                self._resources.remove(principal, own.id, "schema")
+                self._resources.insert(principal, made)
+            self._engine.forget(lambda scope: scope.resource == own.id)
+            return summary(self._library.laid_out(made), made), True
+        old = self._resources.get(principal, own.id, "schema")
+        new = replace(old, content=content_of(submitted.schema))
+        laid_out = self._laid_out(principal, new, submitted)
+        self._resources.set_content(principal, old.id, new.content)
+        if submitted.readers is not None:
+            self._resources.set_readers(principal, old.id, "schema", submitted.readers)
+        # What the new version uses too survives its next use.
+        self._engine.retire(self._library.laid_out(old))
+        return summary(laid_out, new), True
+
+    def set_readers(self, principal: Principal, name: str, readers: Sequence[str]) -> Json:
+        """Say anew who may use a schema."""
+        info = self._resources.set_readers(principal, name, "schema", readers)
+        return {"object": "schema"} | about(info)
+
+    def remove(self, principal: Principal, name: str) -> None:
+        """Forget a schema, and all that was computed from it; 404 if there is none of that name."""
+        if isinstance(self._own(principal, name), Layout):
+            self._engine.unregister(name)
+        else:
+            self._remove(principal, name)
+
+    def _remove(self, principal: Principal, name: str) -> None:
+        info = self._resources.remove(principal, name, "schema")
+        self._engine.forget(lambda scope: scope.resource == info.id)
+
+    def _insert(self, principal: Principal, submitted: Submitted) -> Json:
+        made = self._prepared(principal, submitted)
+        laid_out = self._laid_out(principal, made, submitted)
+        self._resources.insert(principal, made)
+        return summary(laid_out, made)
+
+    def _prepared(self, principal: Principal, submitted: Submitted) -> Resource:
+        return self._resources.prepare(
+            principal,
+            "schema",
+            submitted.schema.name,
+            content_of(submitted.schema),
+            submitted.scope or "user",
+            readers=submitted.readers or (),
+            ttl=submitted.ttl,
+        )
+
+    def _laid_out(self, principal: Principal, resource: Resource, submitted: Submitted) -> Layout:
+        """The layout of a schema that can be served, its modules computed if that is asked for."""
+        laid_out = self._library.lay_out(submitted.schema, resource)
+        if submitted.encode:
             try:
-                found.append(self._engine.schemas.get(name))
-            except SchemaError:
-                continue  # removed meanwhile
-        return found
-
-    async def add(self, schema: Schema, *, encode: bool, replace: bool) -> tuple[Layout, bool]:
-        """Register a schema; its layout, and whether it replaced one. Either all of this happens or nothing."""
-        async with self._changing:
-            known = schema.name in self._engine.schemas.names()
-            if known and not replace:
-                raise RefusedError(
-                    409,
-                    f"There is a schema '{schema.name}' already. PUT /v1/schemas/{schema.name} replaces it.",
-                    param="name",
-                    code="schema_exists",
-                )
-            try:
-                return await asyncio.to_thread(self._engine.register, schema, encode=encode), known
+                self._engine.encode_modules(laid_out, principal)
             except SchemaError:
                 raise
             except InvalidRequestError as error:
                 raise InvalidRequestError(
                     f"The schema cannot be encoded: {error}", param="encode", code=error.code
                 ) from error
+        return laid_out
 
-    async def remove(self, name: str) -> None:
-        """Forget a schema; 404 if there is none of that name."""
-        async with self._changing:
-            self.get(name)
-            self._engine.unregister(name)
+    def _own(self, principal: Principal, name: str) -> ResourceInfo | Layout | None:
+        """What a principal registers a schema of that name in place of."""
+        own = self._resources.own(principal, name, "schema")
+        if own is None and principal.may("admin") and name in self._engine.schemas.names():
+            return self._engine.schemas.get(name)
+        return own
 
-    def report(self, name: str) -> Json:
-        """A schema with its tree, and what of it is cached now."""
-        laid_out = self.get(name)
-        texts, prompt = cacheable(laid_out)
-        counts = self._engine.cached_tokens(prompt)
-        cached = {id(text): count for text, count in zip(texts, counts, strict=True)}
-        return summary(laid_out, cached)
+    def _found(self, principal: Principal, name: str) -> tuple[Layout, ResourceInfo | None]:
+        try:
+            found = self._resources.get(principal, name, "schema")
+        except NotFoundError:
+            try:
+                return self._engine.schemas.get(name), None
+            except SchemaError as error:
+                raise RefusedError(404, str(error), param="name", code="schema_not_found") from None
+        return self._library.laid_out(found), found
 
 
-def schema_routes(engine: Engine) -> APIRouter:
+def schema_routes(engine: Engine, access: Access, library: Library) -> APIRouter:
     """The routes under `/v1/schemas`."""
     router = APIRouter(prefix="/v1/schemas")
-    schemas = Schemas(engine)
+    schemas = Schemas(engine, access, library)
 
     @router.post("", status_code=201, openapi_extra=_BODY)
-    async def create(request: Request, encode: bool | None = None) -> JSONResponse:
+    async def create(request: Request) -> JSONResponse:
         """Register a new schema, in PML or JSON."""
-        schema, wanted = await _submitted(request)
-        laid_out, _ = await schemas.add(schema, encode=bool(encode or wanted), replace=False)
-        return JSONResponse(await asyncio.to_thread(summary, laid_out), 201)
+        submitted = await _submitted(request)
+        return JSONResponse(await asyncio.to_thread(schemas.add, principal_of(request), submitted), 201)
 
     @router.get("")
-    async def every() -> Json:
+    async def every(request: Request) -> Json:
         """The schemas, without their trees."""
-
-        def listed() -> list[Json]:
-            return [{"object": "schema"} | overview(each) for each in schemas.all()]
-
-        return {"object": "list", "data": await asyncio.to_thread(listed)}
+        return {"object": "list", "data": await asyncio.to_thread(schemas.all, principal_of(request))}
 
     @router.get("/{name}")
-    async def one(name: str) -> JSONResponse:
+    async def one(request: Request, name: str) -> JSONResponse:
         """A schema: where everything stands, and what is cached now."""
-        return JSONResponse(await asyncio.to_thread(schemas.report, name))
+        return JSONResponse(await asyncio.to_thread(schemas.report, principal_of(request), name))
 
     @router.put("/{name}", openapi_extra=_BODY)
-    async def replace(request: Request, name: str, encode: bool | None = None) -> JSONResponse:
+    async def put(request: Request, name: str) -> JSONResponse:
         """Register a schema, in place of the one that has its name, if any."""
-        schema, wanted = await _submitted(request)
-        if schema.name != name:
+        submitted = await _submitted(request)
+        if submitted.schema.name != name:
             raise InvalidRequestError(
-                f"The body has the schema '{schema.name}', the URL says '{name}'. Make them the same.",
+                f"The body has the schema '{submitted.schema.name}', the URL says '{name}'. Make them the same.",
                 param="name",
             )
-        laid_out, known = await schemas.add(schema, encode=bool(encode or wanted), replace=True)
-        return JSONResponse(await asyncio.to_thread(summary, laid_out), 200 if known else 201)
+        told, known = await asyncio.to_thread(schemas.put, principal_of(request), submitted)
+        return JSONResponse(told, 200 if known else 201)
+
+    @router.put("/{name}/readers")
+    async def readers(request: Request, name: str, body: Readers) -> Json:
+        """Say anew who may use a schema: whoever is not named any more is refused from now on."""
+        return await asyncio.to_thread(schemas.set_readers, principal_of(request), name, body.readers)
 
     @router.delete("/{name}")
-    async def remove(name: str) -> Json:
-        """Forget a schema. Requests that use it finish; its blocks are evicted in time."""
-        await schemas.remove(name)
+    async def remove(request: Request, name: str) -> Json:
+        """Forget a schema. Requests that use it finish; its blocks are gone."""
+        await asyncio.to_thread(schemas.remove, principal_of(request), name)
         return {"object": "schema.deleted", "name": name, "deleted": True}
 
     return router
 
 
-def summary(laid_out: Layout, cached: Mapping[int, int] | None = None) -> Json:
+def content_of(schema: Schema) -> str:
+    """A schema as it is kept."""
+    return json.dumps(schema.to_json())
+
+
+def summary(
+    laid_out: Layout, info: ResourceInfo | None = None, cached: Mapping[int, int] | None = None
+) -> Json:
     """A schema with its tree."""
-    return {"object": "schema"} | overview(laid_out) | {"tree": tree(laid_out.root, cached)}
+    return {"object": "schema"} | about(info) | overview(laid_out) | {"tree": tree(laid_out.root, cached)}
 
 
-async def _submitted(request: Request) -> tuple[Schema, bool]:
-    """The schema in a body, and whether the body asks to encode it."""
+async def _submitted(request: Request) -> Submitted:
+    """The schema in a body, and what the body or the query says of it."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     data = await request.body()
+    query = request.query_params
+    asked: Json = {name: query[name] for name in ("scope", "ttl") if name in query}
+    if "encode" in query:
+        asked["encode"] = {"true": True, "1": True, "false": False, "0": False}.get(
+            query["encode"].lower(), query["encode"]
+        )
+    if "readers" in query:
+        asked["readers"] = [each for each in query["readers"].split(",") if each]
     if kind == "application/json":
-        return await asyncio.to_thread(_from_json, data)
+        return await asyncio.to_thread(_from_json, data, asked)
     if kind and kind not in PML_TYPES:
         raise HTTPException(
             415, "Send a schema as PML with Content-Type: application/xml, or as application/json."
         )
     # Without a folder: what a client sends must not read the server's files.
-    return await asyncio.to_thread(parse_schema, data), False
+    return _asked(asked, await asyncio.to_thread(parse_schema, data))
 
 
-def _from_json(data: bytes) -> tuple[Schema, bool]:
+def _from_json(data: bytes, asked: Json) -> Submitted:
     try:
         value: object = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -191,15 +301,34 @@ def _from_json(data: bytes) -> tuple[Schema, bool]:
         raise InvalidRequestError('The body must be a JSON object: {"pml": "…"}, or a schema\'s JSON form.')
     fields = cast("Json", value)
     check_unicode(fields)
-    encode = fields.pop("encode", None)
-    if not isinstance(encode, bool | None):
-        raise InvalidRequestError("encode must be true or false.", param="encode", code="invalid_value")
+    own = {name: fields.pop(name) for name in ("encode", "scope", "readers", "ttl") if name in fields}
+    asked = {name: value for name, value in own.items() if value is not None} | asked
     if "pml" not in fields:
-        return Schema.from_json(fields), bool(encode)
+        return _asked(asked, Schema.from_json(fields))
     pml = fields.pop("pml")
     if not isinstance(pml, str):
         raise InvalidRequestError("pml must be a string.", param="pml", code="invalid_value")
     if fields:
         name = next(iter(fields))
         raise InvalidRequestError(f"'{name}' is unknown next to pml.", param=name, code="invalid_value")
-    return parse_schema(pml), bool(encode)
+    return _asked(asked, parse_schema(pml))
+
+
+def _asked(asked: Json, schema: Schema) -> Submitted:
+    encode, scope, readers = asked.get("encode", False), asked.get("scope"), asked.get("readers")
+    if not isinstance(encode, bool):
+        raise InvalidRequestError("encode must be true or false.", param="encode", code="invalid_value")
+    if scope is not None and scope not in ("public", "org", "user"):
+        raise InvalidRequestError("scope must be public, org or user.", param="scope", code="invalid_value")
+    if readers is not None and not (
+        isinstance(readers, list) and all(isinstance(each, str) for each in cast("list[object]", readers))
+    ):
+        raise InvalidRequestError(
+            "readers must be a list such as ['group:finance', 'user:bob'].",
+            param="readers",
+            code="invalid_value",
+        )
+    ttl = seconds(asked["ttl"], "ttl") if "ttl" in asked else None
+    return Submitted(
+        schema, encode, scope, None if readers is None else tuple(cast("list[str]", readers)), ttl
+    )

@@ -95,7 +95,9 @@ class ToolUse:
             raise InvalidRequestError(f"tools has {twice!r} twice.", param="tools", code="invalid_value")
         if name is not None and name not in names:
             raise InvalidRequestError(
-                f"tool_choice names {name!r}, which is not in tools.", param="tool_choice", code="invalid_value"
+                f"tool_choice names {name!r}, which is not in tools.",
+                param="tool_choice",
+                code="invalid_value",
             )
         if choice == "required" and not tools:
             raise InvalidRequestError(

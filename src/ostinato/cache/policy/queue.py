@@ -43,6 +43,10 @@ class Queue:
             return True
         return False
 
+    def oldest(self) -> Block | None:
+        """The block at the front, without those aside, whether it can go or not."""
+        return next(iter(self._order), None)
+
     def take_unused_since(self, time: float) -> list[Block]:
         """Take out the blocks at the front, without those aside, that were last used at `time` or before."""
         taken: list[Block] = []
