@@ -425,9 +425,9 @@ class Visibility(RuleBasedStateMachine):
             assert not open_to
             return
         mine = [t.id for t in open_to if t.owner == (who.org, who.user)]
-        shared = [t.id for t in open_to if t.readers]
         ours = [t.id for t in open_to if t.level == "org"]
-        first = next(group for group in (mine, shared, ours, [t.id for t in open_to]) if group)
+        shared = [t.id for t in open_to if t.readers]
+        first = next(group for group in (mine, ours, shared, [t.id for t in open_to]) if group)
         assert found.id in first
 
     @rule(who=principals)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato import Engine
-from ostinato.engine.grammar import MAX_SOURCE, Grammar, json_grammar
+from ostinato.engine.grammar import MAX_SOURCE, Grammar, Grammars, json_grammar
 from ostinato.engine.request import SamplingParams
 from ostinato.errors import InvalidRequestError
+from ostinato.models.tokenizer import Tokenizer
 from server_fixtures import idle, wait_until
+from test_tokenizer import sentencepiece_metadata
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -190,6 +193,35 @@ def test_a_token_may_reach_over_the_trigger(engine: Engine) -> None:
     for token in (*tokenizer.encode("so <call", add_bos=False), both):
         other.take(token)
     assert other.mask() is None
+
+
+SENTENCE = {
+    "type": "object",
+    "properties": {"ab the abc": {"enum": ["c ab", "no"]}, "b": {"type": "boolean"}},
+    "required": ["ab the abc", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("bytes_only", [True, False])
+def test_sentencepiece_tokens(prefix: bool, bytes_only: bool) -> None:
+    """Where a tokenizer puts a space before every text, it must not come into the middle of a reply."""
+    changes: dict[str, Any] = {"tokenizer.ggml.add_space_prefix": prefix}
+    tokenizer = Tokenizer.from_gguf_metadata(sentencepiece_metadata(**changes))
+    grammars = Grammars(tokenizer, frozenset(tokenizer.eos_token_ids))
+    for seed in range(20):
+        choose = random.Random(seed)
+        matcher = grammars.matcher(json_grammar(SENTENCE))
+        ids: list[int] = []
+        while not matcher.ended:
+            mask = matcher.mask()
+            assert mask is not None
+            allowed = [int(token) for token in mask.nonzero()[0]]
+            short = [token for token in allowed if len(tokenizer.token_bytes(token)) == 1]
+            ids.append(choose.choice((bytes_only and short) or allowed))
+            matcher.take(ids[-1])
+        valid(tokenizer.decode(ids), SENTENCE)
 
 
 def test_company_and_preemption_change_nothing(tiny_model: Path) -> None:

@@ -15,7 +15,7 @@ from ostinato.cache.policy.lru import LRU
 from ostinato.cache.policy.ostinato import Ostinato
 from ostinato.cache.policy.reuse import COVER, STEPS, WATCHED, Reuse, Traits, age_bin
 from ostinato.cache.policy.shadow import Shadow
-from ostinato.cache.use import TokenType
+from ostinato.cache.use import TokenType, Use
 from ostinato.lab.replay import Cache, replay
 from ostinato.lab.trace import TraceRequest
 from ostinato.lab.workload import mixed
@@ -157,18 +157,16 @@ def test_the_window_covers_many_turnovers_of_the_cache() -> None:
 
 @pytest.mark.parametrize("name", ["lru", "gdsf", "arc"])
 def test_a_shadow_that_sees_all_finds_what_a_cache_finds(name: str) -> None:
-    trace = mixed(1, 400, "balanced")
-    cache, shadow = Cache(POLICIES[name](500), 500, trace.block_size), Shadow(POLICIES[name](500), 500)
-    policy = Ostinato(500)  # notes what requests ask for
-    policy.shadows = (shadow,)
-    policy.rules = policy.rules[:1]
-    watched = Cache(policy, 500, trace.block_size)
-    found = 0
-    for request in trace.requests:
-        found += sum(block.size for block in cache.ask(request))
-        watched.ask(request)
-    policy._horizon = float("inf")
-    assert 0 < shadow.score < found  # older results have faded
+    trace, blocks = mixed(1, 400, "balanced"), 500
+    cache, shadow = (
+        Cache(POLICIES[name](blocks), blocks, trace.block_size),
+        Shadow(POLICIES[name](blocks), blocks),
+    )
+    for number, request in enumerate(trace.requests):
+        found = sum(block.size for block in cache.ask(request))
+        chain = [cache.store.blocks[key] for key in (*request.keys, *request.reply_keys)]
+        use = Use(request.time, f"{number}")
+        assert shadow.ask(use, chain, len(request.keys)) == found
 
 
 def test_where_recency_is_all_it_goes_by_recency() -> None:

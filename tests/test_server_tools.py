@@ -53,7 +53,10 @@ ASK: list[Any] = [{"role": "user", "content": "What is the weather in Rome for t
 # How such models are asked and answer; their templates say more, but not to the server.
 TEMPLATES = {
     "hermes": (HERMES, "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}<tool_call>"),
-    "llama": (LLAMA, '{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{"name": …, "parameters": …}'),
+    "llama": (
+        LLAMA,
+        '{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{"name": …, "parameters": …}',
+    ),
     "mistral": (MISTRAL, "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}[TOOL_CALLS]"),
 }
 BODY = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

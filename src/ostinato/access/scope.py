@@ -40,6 +40,8 @@ class Scope:
         """Whether whoever may reuse what is in this scope may also reuse what is in the other."""
         if rank(other.level) > rank(self.level):
             return False
+        if self.level == other.level == "user" and self.resource != other.resource:
+            return False  # what is registered may have readers beside its owner
         pairs = ((self.org, other.org), (self.user, other.user), (self.session, other.session))
         return all(theirs in ("", ours) for ours, theirs in (*pairs, (self.resource, other.resource)))
 

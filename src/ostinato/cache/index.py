@@ -145,10 +145,11 @@ class Index:
         block.key, block.parent, block.token_ids = key, parent, tuple(token_ids)
         block.size = len(block.token_ids)
         block.cost = recompute_cost(block.size, block.offset)
-        # A tail that this block continues says nothing the block does not say.
+        # A tail that this block continues says nothing the block does not say, if it is as long for as many to read.
         for sibling in list(self._children.get(parent, {}).get(block.token_ids[0], ())):
             idle = sibling.users == 0 and sibling.children == 0
-            if idle and block.token_ids[: sibling.size] == sibling.token_ids:
+            lasting = block.expires >= sibling.expires and block.owner in (None, sibling.owner)
+            if idle and lasting and block.token_ids[: sibling.size] == sibling.token_ids:
                 self._drop(sibling, evicted=False)
         self._children.setdefault(parent, {}).setdefault(block.token_ids[0], []).append(block)
         self.store.insert(block, use)

@@ -39,7 +39,14 @@ from ostinato.engine.request import MAX_SESSION_NAME, Chunk, Reply, SamplingPara
 from ostinato.engine.runner import Runner
 from ostinato.engine.sampler import Sampler
 from ostinato.engine.scheduler import Scheduler, Work
-from ostinato.engine.sequence import Sequence, SequenceChain, request_tag, root_of, sequence_chains
+from ostinato.engine.sequence import (
+    Sequence,
+    SequenceChain,
+    request_tag,
+    root_of,
+    secret_of,
+    sequence_chains,
+)
 from ostinato.engine.stream import Stream, collect
 from ostinato.errors import EngineClosedError, InvalidRequestError, PromptTooLongError
 from ostinato.models import catalogue
@@ -622,7 +629,8 @@ class Engine:
 
     def _add(self, sequence: Sequence, output: Output) -> None:
         self._outputs[sequence] = output
-        if any(self._secrets.secret(chain.scope) != chain.secret for chain in sequence.chains):
+        secret = self._secrets.secret
+        if any(secret_of(chain.scope, chain.registered, secret) != chain.secret for chain in sequence.chains):
             self.scheduler.keep_nothing(sequence)  # forgotten since it was prepared
         self.scheduler.add(sequence)
         self._totals["sessions"] += sequence.use.turn == 1

@@ -15,7 +15,7 @@ from ostinato.cache.index import Index, readable
 from ostinato.cache.keys import block_key
 from ostinato.cache.plan import Plan
 from ostinato.cache.use import TokenType
-from ostinato.engine.sequence import Sequence, SequenceChain, request_tag
+from ostinato.engine.sequence import Sequence, SequenceChain
 from ostinato.models.tokenizer import Tokenizer
 
 MissReason = Literal["never seen", "diverged", "evicted", "expired", "scope", "not released", "caching off"]
@@ -81,6 +81,8 @@ class Explanation:
     spans: tuple[SpanReport, ...]
     advice: str | None
     asker: Scope | None = field(repr=False, default=None)
+    lineage: Lineage = field(repr=False, default=frozenset())
+    """What must not be forgotten for it to stay."""
 
 
 class Explainer:
@@ -117,6 +119,9 @@ class Explainer:
             spans,
             _advice(spans, self._index.pool.slots),
             sequence.asker,
+            frozenset[Scope | str]((sequence.tag, *((sequence.asker,) if sequence.asker else ()))).union(
+                *((chain.scope, *chain.registered) for chain in sequence.chains)
+            ),
         )
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
@@ -129,8 +134,7 @@ class Explainer:
     def forget(self, forgotten: Callable[[Lineage], bool]) -> None:
         """Drop the explanations that show text of what is forgotten."""
         for request_id, explanation in list(self._kept.items()):
-            asker = explanation.asker
-            if asker is not None and forgotten(frozenset((asker, request_tag(asker, request_id)))):
+            if forgotten(explanation.lineage):
                 del self._kept[request_id]
 
     def _miss(
@@ -181,7 +185,7 @@ class Explainer:
     def _elsewhere(self, sequence: Sequence, chain: SequenceChain) -> Scope | None:
         """Another scope of the asker in which the beginning of the chain is cached."""
         size, asker = self._index.pool.block_size, sequence.asker
-        if asker is None or chain.scope.resource or len(chain.token_ids) < size:
+        if asker is None or chain.scope.resource or chain.registered or len(chain.token_ids) < size:
             return None
         for scope in (Scope("public"), Scope("org", asker.org), asker):
             first = block_key(self._root(chain.origin, scope), chain.token_ids[:size])

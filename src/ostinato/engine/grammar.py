@@ -167,6 +167,9 @@ class Grammars:
         return compiled
 
 
+_SENTINEL = "\x02"
+
+
 class _Vocabulary:
     """A model's tokens, as llguidance takes them."""
 
@@ -180,7 +183,16 @@ class _Vocabulary:
         self.compiled = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), eos_token=stop_token_ids)
 
     def __call__(self, text: bytes) -> list[int]:
-        return self.tokenizer.encode(text.decode(errors="replace"), add_bos=False)
+        """Token ids of a text that stands anywhere in a reply."""
+        given = text.decode(errors="replace")
+        if not self.tokenizer.strips_first_space:
+            return self.tokenizer.encode(given, add_bos=False)
+        # Encoding would put a space before the text, so something that is cut away again stands there.
+        ids = self.tokenizer.encode(_SENTINEL + given, add_bos=False)
+        sentinel = next(
+            (at for at, token in enumerate(ids) if self.tokens[token] == _SENTINEL.encode()), None
+        )
+        return [] if sentinel is None else ids[sentinel + 1 :]
 
 
 def _brief(message: str) -> str:

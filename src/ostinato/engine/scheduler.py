@@ -127,7 +127,7 @@ class Scheduler:
         taken = set(blocks)
         for sequence in (*self.waiting, *self.running):
             own = frozenset[Scope | str]().union(
-                {sequence.tag}, *({chain.scope, *chain.lineage} for chain in sequence.chains)
+                {sequence.tag}, *({chain.scope, *chain.registered, *chain.lineage} for chain in sequence.chains)
             )
             held = (block for chain in sequence.chains for block in chain.blocks)
             if forgotten(own) or not taken.isdisjoint(held):
@@ -338,7 +338,7 @@ def _lineage(sequence: Sequence, chain: SequenceChain, plan: Plan) -> Lineage:
     seen = [sequence.chains[view.chain].lineage for view in chain.sees]
     found = [block.lineage for block in (*plan.reused[-1:], *((plan.copied,) if plan.copied else ()))]
     source = [chain.source.lineage] if chain.source else []
-    return frozenset((chain.scope, sequence.tag)).union(*seen, *found, *source)
+    return frozenset((chain.scope, sequence.tag)).union(chain.registered, *seen, *found, *source)
 
 
 def _what_it_reads(sequence: Sequence) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import itertools
 from bisect import bisect_right
 from collections import Counter
@@ -47,8 +48,10 @@ class SequenceChain:
     kinds: tuple[tuple[int, TokenType], ...] = ()
     """Where each span ends, in tokens, and what it is; what comes behind them was generated."""
     scope: Scope = PUBLIC
+    registered: frozenset[Scope] = frozenset()
+    """The scopes of documents and schemas with text in it, beside its own."""
     secret: bytes = b""
-    """The scope's, when the root was made."""
+    """The scopes', when the root was made."""
     ttls: tuple[tuple[int, float | None], ...] = ()
     """Where each span ends, and how long its KV may stay after its latest use; the last holds for all behind it."""
     continues: bool = False
@@ -319,10 +322,11 @@ def sequence_chains(
         chain: Chain, of: tuple[str, int, bytes], sees: tuple[View, ...] = (), *, fixed: bool
     ) -> SequenceChain:
         scope = chain.scope or PUBLIC
-        known = secret(scope)
+        known = secret_of(scope, chain.registered, secret)
         start = of[1]
         made = SequenceChain(list(chain.token_ids), start, root_of(fingerprint, of, known), sees, fixed)
         made.scope, made.secret, made.origin, made.continues = scope, known, of, chain.continues
+        made.registered = chain.registered
         made.kinds, made.ttls = _kinds(chain), _ttls(chain)
         return made
 
@@ -350,6 +354,15 @@ def sequence_chains(
             moving.token_ids, moving.source = at_home.token_ids, at_home
             moved.append((number, moving))
     return chains
+
+
+def secret_of(scope: Scope, registered: frozenset[Scope], secret: Callable[[Scope], bytes]) -> bytes:
+    """The secret that a chain is keyed under: its scope's, and those of the documents and schemas with text in it,
+    so that it is lost with any of them."""
+    if not registered:
+        return secret(scope)
+    others = sorted(registered, key=Scope.encoded)
+    return hmac.digest(secret(scope), encode_fields(secret(each) for each in others), "sha256")
 
 
 def request_tag(asker: Scope, request_id: str) -> str:

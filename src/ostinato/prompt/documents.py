@@ -7,17 +7,16 @@ where it stands. So its states do not depend on which documents stand beside it,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ostinato.access.scope import PUBLIC, Level, Scope
+from ostinato.access.scope import PUBLIC
 from ostinato.models.tokenizer import Tokenizer
 from ostinato.prompt.cache_control import NONE, CacheControl
 from ostinato.prompt.layout import layout
-from ostinato.prompt.resolve import Resolved, ReuseMode, resolve
+from ostinato.prompt.resolve import Owner, Resolved, ReuseMode, resolve
 from ostinato.prompt.schema import (
     Child,
-    Document,
     Documents,
     Item,
     Module,
@@ -75,38 +74,23 @@ def resolve_documents(
     else:
         front = (Text(_text(before)), *modules) if before else modules
         scope = None if before else PUBLIC
+    owners: dict[str, Owner] = {"": (scope, control.ttl)}
+    for name, document in zip(names, given, strict=True):
+        owners[name] = document.scope or document.control.level, document.control.ttl
     schema = Schema("documents", front)
     laid_out = layout(schema, tokenizer, max_positions=max_positions)
     made = schema.prompt(*(use(name) for name in names)).then(*after)
-    resolved = resolve(laid_out, made, mode=mode, link_tokens=link_tokens)
-    if mode == "exact":
-        return resolved
-    chains = _at_home(resolved.prompt.chains, dict(zip(names, given, strict=True)))
+    resolved = resolve(laid_out, made, mode=mode, link_tokens=link_tokens, owners=owners)
+    return replace(resolved, prompt=Prompt(tuple(_at_home(resolved.prompt.chains, names))))
+
+
+def _at_home(chains: Sequence[Chain], names: Sequence[str]) -> Iterator[Chain]:
+    """The chains, those of documents with their home, which is where the first of them stands."""
     first = next((chain for chain in chains if chain.name in names), None)
-    for view in first.sees if first else ():
-        chains[view.chain] = _with_scope(chains[view.chain], scope, control.ttl)
-    return replace(resolved, prompt=Prompt(tuple(chains)))
-
-
-def _at_home(chains: Sequence[Chain], documents: Mapping[str, Document]) -> list[Chain]:
-    """The documents' chains with their scope, and their home, which is where the first of them stands."""
-    first = next((chain for chain in chains if chain.name in documents), None)
-    placed: list[Chain] = []
     for chain in chains:
-        document = documents.get(chain.name)
         # Other chains of a document (its first tokens computed anew, its very last one) see more than its states do.
-        if first is None or document is None or chain.sees != first.sees:
-            placed.append(chain)
-        else:
-            at_home = replace(chain, home=first.start)
-            placed.append(
-                _with_scope(at_home, document.scope or document.control.level, document.control.ttl)
-            )
-    return placed
-
-
-def _with_scope(chain: Chain, scope: Level | Scope | None, ttl: float | None) -> Chain:
-    return replace(chain, spans=tuple(replace(span, scope=scope, ttl=ttl) for span in chain.spans))
+        moves = first is not None and chain.name in names and chain.sees == first.sees
+        yield replace(chain, home=first.start) if first is not None and moves else chain
 
 
 def _system_text(items: tuple[Item, ...]) -> tuple[str, CacheControl, tuple[Item, ...]]:

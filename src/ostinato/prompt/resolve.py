@@ -8,10 +8,11 @@ modules that are not cached) sees everything before it.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ostinato.access.scope import Level, Scope
 from ostinato.errors import InvalidRequestError
 from ostinato.prompt.imports import Selection, select
 from ostinato.prompt.layout import Layout, Node, Part, encode, merged, without_bos
@@ -21,6 +22,8 @@ from ostinato.prompt.span import Chain, Prompt, Span, View, plain
 ReuseMode = Literal["exact", "modular", "linked"]
 PieceKind = Literal["schema", "module", "argument", "text"]
 Place = Literal["fixed", "gap", "end"]
+Owner = tuple[Level | Scope | None, float | None]
+"""Who may reuse a text, and for how long; None for what the whole request has."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,12 @@ class Resolved:
 
 
 def resolve(
-    layout: Layout, prompt: SchemaPrompt, *, mode: ReuseMode = "modular", link_tokens: int = 16
+    layout: Layout,
+    prompt: SchemaPrompt,
+    *,
+    mode: ReuseMode = "modular",
+    link_tokens: int = 16,
+    owners: Mapping[str, Owner] | None = None,
 ) -> Resolved:
     """The chains of a prompt.
 
@@ -59,10 +67,11 @@ def resolve(
         mode: "exact" is one chain of all the text; "modular" has a chain for each text of a module, and
             "linked" computes the first tokens of each module anew with everything before them in sight.
         link_tokens: how many those are.
+        owners: of the texts of modules, by their paths; the schema's own has "". The layout's own by default.
     """
     if link_tokens < 1:
         raise SchemaError(f"link_tokens must be 1 or more, not {link_tokens}.")
-    pieces = _Pieces(layout, select(layout, prompt))
+    pieces = _Pieces(layout, select(layout, prompt), owners or {})
     pieces.add_texts(prompt)
     ordered = sorted(pieces.all, key=lambda piece: piece.start)
     if not ordered:
@@ -70,7 +79,7 @@ def resolve(
     placements = tuple(piece.placement() for piece in ordered)
     if mode == "exact":
         return Resolved(plain(*merged(span for piece in ordered for span in piece.spans)), placements)
-    return Resolved(Prompt(_chains(ordered, link_tokens if mode == "linked" else 0, layout)), placements)
+    return Resolved(Prompt(_chains(ordered, link_tokens if mode == "linked" else 0)), placements)
 
 
 @dataclass(eq=False)
@@ -114,8 +123,9 @@ class _Unit:
 class _Pieces:
     """Collects the pieces of a prompt, in the order of positions but for the prompt's own texts."""
 
-    def __init__(self, layout: Layout, selection: Selection) -> None:
+    def __init__(self, layout: Layout, selection: Selection, owners: Mapping[str, Owner]) -> None:
         self._layout = layout
+        self._owners = owners
         self._tokenizer = layout.tokenizer
         self._selection = selection
         self._roles: list[str] = []
@@ -166,7 +176,7 @@ class _Pieces:
 
     def _text(self, module: Node, text: Node, seen: tuple[_Piece, ...], first: bool) -> _Piece:
         kind: PieceKind = "module" if module.kind == "module" else "schema"
-        piece = _Piece(kind, module.path, text.start, text.spans)
+        piece = _Piece(kind, module.path, text.start, self._owned(module, text.spans))
         self._taken.append((text.start, text.end))
         self.all.append(piece)
         if module.cache:
@@ -181,7 +191,7 @@ class _Pieces:
     def _argument(self, module: Node, parameter: Node) -> None:
         text = self._selection.arguments[module.path].get(parameter.name)
         self._taken.append((parameter.start, parameter.end))
-        spans = parameter.spans
+        spans = self._owned(module, parameter.spans)
         if text is not None:
             ids = tuple(self._tokenizer.encode(text, add_bos=False))
             if len(ids) > parameter.length:
@@ -194,6 +204,11 @@ class _Pieces:
             spans = merged([Span(ids)])
         if spans:
             self.all.append(_Piece("argument", parameter.path, parameter.start, spans))
+
+    def _owned(self, module: Node, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+        """The schema's own text with its scope and time to live, whatever mode and place it is computed in."""
+        scope, ttl = self._owners.get(module.path, (self._layout.scope, self._layout.ttl))
+        return tuple(replace(span, scope=scope, ttl=ttl) for span in spans)
 
     def add_texts(self, prompt: SchemaPrompt) -> None:
         """Place the texts and turns of the prompt, and the beginning of the reply if it is a chat."""
@@ -277,11 +292,8 @@ def _shown(items: Sequence[Text | Turn]) -> str:
     return text if len(text) <= 40 else text[:39] + "…"
 
 
-def _chains(pieces: Sequence[_Piece], link_tokens: int, layout: Layout) -> tuple[Chain, ...]:
-    """Pieces in order of position as chains, the last of which sees everything before it.
-
-    What is the same in every prompt has the schema's scope; what is this prompt's alone is the asker's.
-    """
+def _chains(pieces: Sequence[_Piece], link_tokens: int) -> tuple[Chain, ...]:
+    """Pieces in order of position as chains, the last of which sees everything before it."""
     pieces = _joined(pieces)
     seen = {id(other) for piece in pieces for other in piece.sees or ()}
     chains: list[Chain] = []
@@ -306,8 +318,7 @@ def _chains(pieces: Sequence[_Piece], link_tokens: int, layout: Layout) -> tuple
         last_alone = last and sees != before and links < length
         if not replaced and not (last_alone and length == 1):
             number[id(piece)] = index
-            scope, ttl = (None, None) if piece.sees is None else (layout.scope, layout.ttl)
-            chains.append(Chain(piece.spans, piece.start, sees, name=name, scope=scope, ttl=ttl))
+            chains.append(Chain(piece.spans, piece.start, sees, name=name))
         if last_alone and length == 1:
             links, last_alone = 1, False
         if links:

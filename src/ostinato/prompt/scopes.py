@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ostinato.access.errors import ForbiddenError
 from ostinato.access.principal import LOCAL, Permission, Principal
-from ostinato.access.scope import PUBLIC, Level, Scope, narrower
+from ostinato.access.scope import PUBLIC, Level, Scope, narrower, rank
 from ostinato.errors import InvalidRequestError
 from ostinato.prompt.span import Chain, Prompt, Span, View
 
@@ -35,6 +35,11 @@ class Asker:
     def own(self) -> Scope:
         """The scope of what names none."""
         return self.scope(self.level)
+
+    @property
+    def alone(self) -> Scope:
+        """The scope of what is computed from texts that no wider one holds together."""
+        return self.principal.scope("user") if rank(self.level) < rank("user") else self.own
 
     def scope(self, wanted: Level | Scope | None) -> Scope:
         """The scope that a span gets which asks for `wanted`.
@@ -107,7 +112,7 @@ def _groups(chain: Chain, seen: Sequence[Chain], asker: Asker, smallest: int) ->
     ttl: float | None = None
     for other in seen:
         assert other.scope is not None
-        scope = other.scope if scope is None else narrower(scope, other.scope, asker=asker.own)
+        scope = other.scope if scope is None else narrower(scope, other.scope, asker=asker.alone)
         ttl = least(ttl, other.ttl)
     spans: list[Span] = []
     waiting: list[Span] = []
@@ -120,10 +125,11 @@ def _groups(chain: Chain, seen: Sequence[Chain], asker: Asker, smallest: int) ->
             own = scope
         else:
             own = asker.scope(wanted)
-        scope = own if scope is None else narrower(scope, own, asker=asker.own)
-        asked = replace(span, ttl=chain.ttl if span.ttl is None else span.ttl)
+        scope = own if scope is None else narrower(scope, own, asker=asker.alone)
+        registered = wanted if isinstance(wanted, Scope) and wanted.resource else None
+        asked = replace(span, ttl=chain.ttl if span.ttl is None else span.ttl, registered=registered)
         ttl = least(ttl, asker.ttl_of(asked, scope))
-        spans += [replace(each, scope=scope, ttl=ttl) for each in (*waiting, span)]
+        spans += [replace(each, scope=scope, ttl=ttl) for each in (*waiting, asked)]
         waiting.clear()
     own = scope or asker.own
     spans += [replace(each, scope=own, ttl=least(ttl, asker.ttl_of(each, own))) for each in waiting]

@@ -24,6 +24,8 @@ class Span:
     """Who may reuse it: a level is the request's wish, a scope the server's word, None what all of the request has."""
     ttl: float | None = None
     """Seconds since its latest use after which it counts as forgotten; None for what all of the request has."""
+    registered: Scope | None = None
+    """The scope of the document or schema whose text it is, wherever it is computed: they are forgotten together."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Chain:
     ttl: float | None = None
     continues: bool = False
     """Whether it only goes on where the chain before it ends, in another scope."""
+
+    @property
+    def registered(self) -> frozenset[Scope]:
+        """The scopes of the documents and schemas with text in it, as far as they are not its own."""
+        return frozenset(span.registered for span in self.spans if span.registered) - {self.scope}
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -57,8 +57,10 @@ def cache_routes(engine: Engine, access: Access) -> APIRouter:
     @router.get("/requests/{id}/cache")
     async def explain(request: Request, id: str) -> Json:
         """What of a request's prompt was found cached, why the rest was not, and what would help."""
-        found = engine.explain(id, principal_of(request))
+        principal = principal_of(request)
+        found = engine.explain(id, principal)
         if found is None:
+            await asyncio.to_thread(access.audit.refused, principal, "not_found", id, {"resource": "request"})
             raise RefusedError(
                 404,
                 f"There is no request {id[:100]!r} of yours among the latest that were answered here.",
@@ -81,6 +83,7 @@ def forgotten(engine: Engine, access: Access, principal: Principal, body: Forget
     documents: list[str] = []
     if body.request is not None:
         if engine.explain(body.request, principal) is None:
+            access.audit.refused(principal, "not_found", body.request, {"resource": "request"})
             raise RefusedError(
                 404,
                 f"There is no request {body.request[:100]!r} of yours among the latest that were answered here. Forget "

@@ -215,13 +215,23 @@ class Gittins(Policy):
             oldest = place.queue.oldest()
             if oldest is not None:
                 place.due = oldest.use.time + ENDS[place.bin]
-            # Millions of moves in a long trace: at once for all blocks of a request.
-            for time, blocks in groupby(older, key=_time):
-                moved = list(blocks)
-                target = self._place(place.of, age_bin(now - time))
-                target.queue.extend(moved)
-                self._of.update(dict.fromkeys(moved, target))
-                self._list(target, time)
+            if not older:
+                continue
+            # Millions of moves in a long trace: at once where all go to the same bin.
+            times = [block.use.time for block in older]
+            first, last = min(times), max(times)
+            if age_bin(now - first) == age_bin(now - last):
+                self._move(older, place.of, first)
+            else:
+                for time, blocks in groupby(older, key=_time):
+                    self._move(list(blocks), place.of, time)
+
+    def _move(self, blocks: list[Block], of: int, time: float) -> None:
+        """Put `blocks` of class `of`, the oldest last used at `time`, where those of their age are."""
+        place = self._place(of, age_bin(self._now - time))
+        place.queue.extend(blocks)
+        self._of.update(dict.fromkeys(blocks, place))
+        self._list(place, time)
 
     def _rank(self) -> None:
         """Order the places by what they are worth now."""
