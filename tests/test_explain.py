@@ -140,6 +140,23 @@ def test_expired_and_not_kept(tiny: Engine) -> None:
     assert why(told).reason == "caching off"
 
 
+def test_what_is_forgotten_or_may_stay_for_a_time_is_not_quoted(tiny: Engine) -> None:
+    def told_of(request: str) -> Explanation | None:
+        return tiny.explain(request, ANN)
+
+    for request, options in (("kept", {}), ("session", {"session": "s", "scope": "session"})):
+        tiny.generate(list(range(3, 60)), ONE, principal=ANN, request_id=request, **options)
+    assert told_of("session")
+    tiny.forget(lambda scope: scope.session != "")
+    assert told_of("session") is None
+    assert told_of("kept")
+    told = ask(tiny, [QUESTION], ttl=1000)
+    other = ask(tiny, [{"role": "user", "content": "How far does a tern fly?"}], ttl=1000)
+    assert "swift" not in repr(told) + repr(other)
+    assert "tern" not in repr(other)
+    assert why(other).reason == "diverged"
+
+
 def test_the_reason_for_what_follows_lies_before(tiny: Engine) -> None:
     def messages(rules: str) -> list[dict[str, Any]]:
         return [{"role": "system", "content": rules, "cache_control": {"scope": "org"}}, QUESTION]

@@ -136,6 +136,8 @@ def test_the_end_costs_no_token(tiny: Engine) -> None:
     assert (cut.text, cut.finish_reason) == ("ab", "length")
     stopped = tiny.generate("x", params(grammar, stop=("c", "b")))
     assert (stopped.text, stopped.finish_reason, stopped.stop) == ("a", "stop", "b")
+    first = tiny.generate("x", params(grammar, stop=("bc", "abc")))
+    assert (first.text, first.stop) == ("", "abc")
     # An end that is open leaves it to the model, which may end there or go on.
     lengths = {
         len(
@@ -144,6 +146,9 @@ def test_the_end_costs_no_token(tiny: Engine) -> None:
         for seed in range(20)
     }
     assert len(lengths) > 1
+    eos = tiny.tokenizer.eos_token_ids[0]
+    ended = params(Grammar('start: "a"+'), ignore_eos=True, logit_bias={eos: 100.0}, max_tokens=40)
+    assert (tiny.generate("x", ended).text, tiny.generate("x", ended).finish_reason) == ("a", "stop")
 
 
 def test_logprobs_bias_and_penalties_go_with_it(tiny: Engine) -> None:

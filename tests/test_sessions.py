@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from ostinato import Engine, SamplingParams
+from ostinato.access.principal import Principal
 from ostinato.cache.policy import DEFAULT_POLICY, POLICIES
 from ostinato.cache.use import Use
 from ostinato.errors import InvalidRequestError
@@ -49,6 +50,13 @@ def test_a_session_is_no_part_of_a_key(engine: Engine, uses: list[Use]) -> None:
         assert warm.token_ids == cold.token_ids
     assert len(engine.index) == blocks
     assert "Ann" not in repr(uses) + repr(list(engine.index.store.blocks.values()))
+
+
+def test_a_name_is_another_session_for_another_user(engine: Engine, uses: list[Use]) -> None:
+    for principal in (Principal("acme", "ann"), Principal("acme", "bob"), Principal("core", "ann")):
+        for _ in range(2):
+            engine.generate("Who goes there?", ONE, session="s", principal=principal)
+    assert [use.turn for use in uses] == [1, 2, 1, 2, 1, 2]
 
 
 def test_nobody_can_take_the_name_of_a_session_without_one(engine: Engine, uses: list[Use]) -> None:

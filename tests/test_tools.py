@@ -131,6 +131,8 @@ def test_arguments_stream_where_a_grammar_keeps_them_well_formed() -> None:
     assert parser.add('b"}') == [Arguments('b"}')]
     assert parser.add("}\n</tool") == []
     assert parser.add("_call>") + parser.finish() == []
+    bare = ToolCallParser(NAMES, live="<tool_call>")
+    assert bare.add('{"name": "find", "arguments": {"what": "ab') + bare.add("}") == []
     held = ToolCallParser(NAMES)
     assert held.add('<tool_call>\n{"name": "find", "arguments": {"what": "ab"}') == []
     assert held.add("}") == [CallBegins("find"), Arguments('{"what": "ab"}')]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import hashlib
 import itertools
 import logging
 import queue
@@ -514,8 +515,12 @@ class Engine:
         sequence = Sequence(next(self._ids), chains, params, min(params.max_tokens or room, room), arrived)
         if params.grammar is not None:
             sequence.matcher = self._grammars.matcher(params.grammar)
-        sequence.session, sequence.asker = "" if choice else named, principal.scope("user")
+        sequence.asker = principal.scope("user")
+        if named and not choice:
+            # The same name is another session for another user.
+            sequence.session = hashlib.sha256(principal.scope("session", named).encoded()).hexdigest()
         sequence.request_id = request_id or f"req-{sequence.id}"
+        sequence.choice = choice
         sequence.tag = request_tag(sequence.asker, sequence.request_id)
         return sequence
 
@@ -564,8 +569,7 @@ class Engine:
 
     def _enqueue(self, sequence: Sequence, sink: Sink) -> None:
         params = sequence.params
-        runs_on = params.ignore_eos and params.grammar is None
-        stop = frozenset(params.stop_token_ids) | (frozenset() if runs_on else self._stop_token_ids)
+        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_token_ids)
         self._put(partial(self._add, sequence, Output(sequence, self.tokenizer, stop, sink)))
 
     def _put(self, call: Callable[[], None]) -> None:

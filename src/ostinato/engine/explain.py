@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ostinato.access.scope import Scope
-from ostinato.cache.block import Block, Lineage
+from ostinato.cache.block import NEVER, Block, Lineage
 from ostinato.cache.index import Index, readable
 from ostinato.cache.keys import block_key
 from ostinato.cache.plan import Plan
@@ -103,15 +103,14 @@ class Explainer:
 
     def admitted(self, sequence: Sequence, chains: Seq[SequenceChain], plans: Seq[Plan]) -> None:
         """Note why what is not in the plans of a request's chains is not."""
+        if sequence.choice:
+            return  # of several answers to one request, the first is explained: the others find what it has computed
         misses: dict[SequenceChain, Miss] = {}
         for chain, plan in zip(chains, plans, strict=True):
             found = self._miss(sequence, chain, plan, misses)
             if found is not None:
                 misses[chain] = found
         spans = tuple(_spans(sequence, misses))
-        # Of several answers to one request the first is explained: the others find what it has computed.
-        if sequence.request_id in self._kept:
-            return
         self._kept[sequence.request_id] = Explanation(
             sequence.request_id,
             sequence.prompt_tokens,
@@ -148,7 +147,9 @@ class Explainer:
             if before is not None:
                 return replace(before, earlier=True)
         now = sequence.use.time
-        yours = self._text(chain.token_ids[at : at + SHOWN])
+        # What may stay for a time only is quoted nowhere.
+        lasting = chain.ttl(len(chain.token_ids)) == NEVER
+        yours = self._text(chain.token_ids[at : at + SHOWN]) if lasting else ""
         miss = Miss("never seen", at, yours=yours)
         parent = chain.parent_key(len(plan.reused))
         keys = chain.chain(self._index.pool.block_size)
@@ -167,7 +168,11 @@ class Explainer:
         other = self._other_way(parent, plan, sequence.asker, now)
         if at and other is not None:
             known = other.token_ids[plan.copied_tokens :][:SHOWN]
-            own = other.scope.level in ("user", "session") and not other.scope.resource
+            own = (
+                other.scope.level in ("user", "session")
+                and not other.scope.resource
+                and other.expires == NEVER
+            )
             before, after = chain.token_ids[max(0, at - AROUND) : at], chain.token_ids[at : at + AROUND]
             changing = _changing(self._text(before), self._text(after))
             return replace(

@@ -22,8 +22,8 @@ class SamplingParams:
     `max_tokens=None` runs to the end of the context. `temperature=0` is greedy. `top_k=0` and
     `top_p=1` are off. `logprobs=k` returns the chosen token's log-probability and the k most
     likely; `None` returns none. `stop` strings are cut from the text. A reply in a `grammar` has its form
-    unless it is cut by `max_tokens` or a stop; `ignore_eos` does not apply to it. `markers` are special tokens
-    whose strings stay in the text.
+    unless it is cut by `max_tokens` or a stop, and ends where that ends, also with `ignore_eos`. `markers` are
+    special tokens whose strings stay in the text.
     """
 
     max_tokens: int | None = None

@@ -176,6 +176,8 @@ class Sequence:
     request_id: str = ""
     asker: Scope | None = None
     """The user whose request it is."""
+    choice: int = 0
+    """Number among the answers to the request."""
     tag: str = ""
     """The request's in the lineage of what it computes."""
     kept: bool = True
