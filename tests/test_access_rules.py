@@ -13,7 +13,8 @@ from ostinato.access.access import Access
 from ostinato.access.principal import Principal
 from ostinato.access.scope import Scope, narrower
 from ostinato.prompt.resolve import ReuseMode
-from ostinato.prompt.scopes import Asker
+from ostinato.prompt.scopes import Asker, scoped
+from ostinato.prompt.schema import SchemaPrompt, Turn
 from ostinato.prompt.span import Span, plain
 from ostinato.server.library import Library
 from ostinato.server.openai import ChatCompletionRequest
@@ -121,9 +122,28 @@ def test_the_narrower_of_a_shared_document_and_its_owner() -> None:
     assert narrower(document, own, asker=own) == own
     wide = Asker(ALICE, level="org")
     theirs = [Span((n,) * 20, scope=Scope("user", "acme", f"user-{n}", resource=f"doc_{n}")) for n in (1, 2)]
-    from ostinato.prompt.scopes import scoped
-
     assert scoped(plain(*theirs), wide, smallest=1).chains[-1].scope == own
+
+
+DOCUMENT = {"type": "document", "source": {"type": "text", "data": "A document."}}
+
+
+@pytest.mark.parametrize(
+    ("message", "levels"),
+    [
+        ({"content": [DOCUMENT, {"type": "text", "text": "a", "cache_control": {"scope": "user"}}, {"type": "text", "text": "b"}]}, "user"),
+        ({"content": [DOCUMENT, {"type": "text", "text": "a", "cache_control": {"ttl": "1h"}}], "cache_control": {"scope": "session"}}, "session"),
+        ({"content": [DOCUMENT, {"type": "text", "text": "a"}]}, "org"),
+    ],
+)
+def test_a_message_beside_documents_has_the_narrowest_scope_of_its_parts(message: Any, levels: str) -> None:
+    """Also where the whole request asks for a wider one, or a part says only how long it may stay."""
+    asked = {"model": "m", "messages": [{"role": "user"} | message], "cache_control": {"scope": "org"}}
+    prompt = ChatCompletionRequest(**asked).prompts()[0]
+    assert isinstance(prompt, SchemaPrompt)
+    turn = prompt.items[-1]
+    assert isinstance(turn, Turn)
+    assert turn.control.level == levels
 
 
 def test_what_is_not_kept_takes_nothing_away(tiny: Engine) -> None:

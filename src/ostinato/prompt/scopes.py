@@ -39,7 +39,8 @@ class Asker:
     @property
     def alone(self) -> Scope:
         """The scope of what is computed from texts that no wider one holds together."""
-        return self.principal.scope("user") if rank(self.level) < rank("user") else self.own
+        own = self.own  # refused here too, if it is not the principal's to publish in
+        return self.principal.scope("user") if rank(self.level) < rank("user") else own
 
     def scope(self, wanted: Level | Scope | None) -> Scope:
         """The scope that a span gets which asks for `wanted`.

@@ -171,7 +171,8 @@ class Conversation(_Model):
 
     def prompt(self) -> Chat | SchemaPrompt:
         """The conversation as a prompt."""
-        return chat_prompt(self.chat(), [tool.for_prompt() for tool in self.tool_use().tools])
+        tools = [tool.for_prompt() for tool in self.tool_use().tools]
+        return chat_prompt(self.chat(), tools, cache_control(self.cache_control, "cache_control").level)
 
     def check(self) -> None:
         """Refuse what is not built, and what does not go together."""

@@ -213,14 +213,18 @@ class ChatMessage(BaseModel):
         return "system" if self.role == "developer" else self.role
 
 
-def chat_prompt(messages: Sequence[ChatMessage], tools: Sequence[Json] = ()) -> Chat | SchemaPrompt:
-    """Messages as a prompt."""
+def chat_prompt(
+    messages: Sequence[ChatMessage], tools: Sequence[Json] = (), default: Level | None = None
+) -> Chat | SchemaPrompt:
+    """Messages as a prompt; `default` is the scope of what names none."""
     if any(message.documents for message in messages):
-        return SchemaPrompt(None, items(messages, tools))
+        return SchemaPrompt(None, items(messages, tools, default))
     return Chat([message.for_template() for message in messages], tools)
 
 
-def items(messages: Sequence[ChatMessage], tools: Sequence[Json] = ()) -> tuple[Item, ...]:
+def items(
+    messages: Sequence[ChatMessage], tools: Sequence[Json] = (), default: Level | None = None
+) -> tuple[Item, ...]:
     """Messages as what a prompt goes on with: their documents, behind a leading system turn, and turns.
 
     The documents of all messages stand together, before the conversation about them: there they are found
@@ -233,7 +237,8 @@ def items(messages: Sequence[ChatMessage], tools: Sequence[Json] = ()) -> tuple[
                 param=f"messages[{index}].name",
                 code="unsupported_parameter",
             )
-    turns = [_turn(message) for message in in_turns([message.as_text() for message in messages], tools)]
+    texts = [message.as_text() for message in messages]
+    turns = [_turn(message, default or "user") for message in in_turns(texts, tools)]
     documents = tuple(part.document for message in messages for part in message.documents)
     if not documents:
         return tuple(turns)
@@ -241,18 +246,12 @@ def items(messages: Sequence[ChatMessage], tools: Sequence[Json] = ()) -> tuple[
     return (*turns[:leading], Documents(documents), *turns[leading:])
 
 
-def _turn(message: Mapping[str, Any]) -> Turn:
-    """A message as a turn. It has one scope: the narrowest of its parts."""
+def _turn(message: Mapping[str, Any], default: Level) -> Turn:
+    """A message as a turn. It has one scope, the narrowest of its parts, and the shortest of their lives."""
     parts = parts_of(message)
-    controls = [cache_control(part.get("cache_control", message.get("cache_control")), "") for part in parts]
-    return Turn(message["role"], "".join(part["text"] for part in parts), control=_narrowest(controls))
-
-
-def _narrowest(controls: Sequence[CacheControl]) -> CacheControl:
-    if not controls:
-        return NONE
-    # What names no scope has the caller's default, which is no wider than what the caller may name.
-    named: list[Level | None] = [control.level for control in controls]
-    level = max(named, key=lambda each: (rank(each or "user"), each is None))
-    ttls = [control.ttl for control in controls if control.ttl is not None]
-    return CacheControl(level, min(ttls, default=None))
+    whole = cache_control(message.get("cache_control"), "")
+    controls = [cache_control(part.get("cache_control"), "") for part in parts]
+    levels: list[Level] = [control.level or whole.level or default for control in controls]
+    ttls = [ttl for ttl in (whole.ttl, *(control.ttl for control in controls)) if ttl is not None]
+    control = CacheControl(max(levels, key=rank), min(ttls, default=None)) if levels else NONE
+    return Turn(message["role"], "".join(part["text"] for part in parts), control=control)

@@ -350,10 +350,10 @@ class ChatCompletionRequest(GenerationRequest):
             message.check(f"messages[{i}]")
         tools = [tool.for_prompt() for tool in self.tool_use().tools]
         if self.pml is not None:
-            return [self.schema_prompt().then(*items(messages, tools))]
+            return [self.schema_prompt().then(*items(messages, tools, self.control.level))]
         if not messages:
             raise _missing("messages", "must hold a message at least")
-        return [chat_prompt(messages, tools)]
+        return [chat_prompt(messages, tools, self.control.level)]
 
     def sampling(self, calls: Calls) -> SamplingParams:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
