@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato import Chunk, Engine, SamplingParams, Timing, Usage
-from ostinato.engine.engine import PromptLike
+from ostinato.engine.intake import PromptLike
 from ostinato.prompt.schema import Schema
 from ostinato.terminal import open_engine, progress_bar
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import hashlib
-import itertools
 import logging
 import queue
 import threading
@@ -13,16 +11,15 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 
 from ostinato.access.principal import LOCAL, Principal
-from ostinato.access.scope import Level, MemorySecrets, Scope, Secrets, session_name
+from ostinato.access.scope import Level, MemorySecrets, Scope, Secrets
 from ostinato.cache.block import NEVER, Lineage
 from ostinato.cache.index import Index
 from ostinato.cache.keys import model_fingerprint
@@ -33,23 +30,21 @@ from ostinato.engine.attention import move
 from ostinato.engine.device import choose_device, choose_dtype, choose_kv_tokens
 from ostinato.engine.explain import Explainer, Explanation
 from ostinato.engine.grammar import Grammars
+from ostinato.engine.intake import LINK_TOKENS, Intake, Options, PromptLike
 from ostinato.engine.output import Output, Sink
 from ostinato.engine.predictor import Predictor
 from ostinato.engine.recorder import Recorder
-from ostinato.engine.request import MAX_SESSION_NAME, Chunk, Reply, SamplingParams
+from ostinato.engine.request import Chunk, Reply, SamplingParams
 from ostinato.engine.runner import Runner
 from ostinato.engine.sampler import Sampler
 from ostinato.engine.scheduler import Scheduler, Work
 from ostinato.engine.sequence import (
     Sequence,
-    SequenceChain,
     request_tag,
-    root_of,
     secret_of,
-    sequence_chains,
 )
 from ostinato.engine.stream import Stream, collect
-from ostinato.errors import EngineClosedError, InvalidRequestError, PromptTooLongError
+from ostinato.errors import EngineClosedError, InvalidRequestError
 from ostinato.models import catalogue
 from ostinato.models.decoder import Decoder
 from ostinato.models.linear import Backend
@@ -57,47 +52,17 @@ from ostinato.models.tokenizer import Tokenizer
 from ostinato.models.weights import QuantTensor, content_hash, load_model_files
 from ostinato.native import kernels
 from ostinato.native.kernels import Kernels
-from ostinato.prompt.chat import Chat, encode_chat
 from ostinato.prompt.layout import Layout
-from ostinato.prompt.pml import is_prompt, parse_prompt
 from ostinato.prompt.registry import Registry, module_prompts
 from ostinato.prompt.report import cacheable
 from ostinato.prompt.resolve import ReuseMode, resolve
-from ostinato.prompt.schema import Schema, SchemaPrompt, Text
-from ostinato.prompt.scopes import Asker, scoped
+from ostinato.prompt.schema import Schema
+from ostinato.prompt.scopes import Asker
 from ostinato.prompt.span import Prompt, Span, plain
 
 log = logging.getLogger(__name__)
 
-PromptLike = str | Text | Prompt | SchemaPrompt | Chat | Seq[int] | Seq[Mapping[str, object]]
-"""Plain text or PML, token ids, chat messages (with tools: `Chat`), a prompt over a schema, or a `Prompt`."""
-
-LINK_TOKENS = 16
-"""Tokens of each module that mode `linked` computes anew (the knee of DESIGN's measurements)."""
-
 Progress = Callable[[int, int], None]
-
-
-class Options(TypedDict, total=False):
-    """What a request may say beside its prompt and how to sample."""
-
-    mode: ReuseMode
-    """What is reused of modules ("modular")."""
-    link_tokens: int
-    """First tokens of each module that mode `linked` computes anew (16)."""
-    session: str
-    """The conversation or agent run that the request belongs to, which tells the cache what will be asked for again.
-    It never decides what others may reuse."""
-    principal: Principal
-    """Who asks; `LOCAL`, this process, if not given."""
-    scope: Level
-    """Who may reuse what the request computes, where nothing in the prompt says so ("user")."""
-    ttl: float
-    """Seconds since its latest use after which it counts as forgotten; without it, it stays until it is evicted."""
-    choice: int
-    """Number among the answers to one request; they are one turn of its session, for which the first stands."""
-    request_id: str
-    """A name to ask by for the request's explanation, and to forget it."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +164,7 @@ class Engine:
         self.predictor = predictor and Predictor.open(
             predictor, fingerprint=self.fingerprint, model=self.model_name, features=config.hidden_size
         )
-        self._fingerprint = fingerprint
         self._secrets = secrets or MemorySecrets()
-        self._ttls = dict(ttls or {})
-        self._release_once = release_once
         self.schemas = Registry(self.tokenizer, self.max_model_len)
         compiled = kernels.load() if self._device.type == "cpu" else None
         backend = Backend(self._dtype, self._device, compiled, max_batch_tokens)
@@ -223,7 +185,20 @@ class Engine:
             first = min(pool.slots, 2 * config.context_length)
             threading.Thread(target=_populate, args=(compiled, pool, first), daemon=True).start()
         self.index = Index(pool, POLICIES[policy](blocks))
-        self._explainer = Explainer(self.index, self.tokenizer, policy, self._root)
+        self._stop_token_ids = frozenset(config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
+        self._intake = Intake(
+            config,
+            self.tokenizer,
+            self.schemas,
+            pool,
+            max_length=self.max_model_len,
+            fingerprint=fingerprint,
+            secrets=self._secrets,
+            grammars=Grammars(self.tokenizer, self._stop_token_ids),
+            ttls=dict(ttls or {}),
+            release_once=release_once,
+        )
+        self._explainer = Explainer(self.index, self.tokenizer, policy, self._intake.root)
         self.scheduler = Scheduler(
             self.index,
             admitted=self._explainer.admitted,
@@ -233,10 +208,7 @@ class Engine:
         )
         self._runner = Runner(decoder, pool)
         self._sampler = Sampler()
-        self._stop_token_ids = frozenset(config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
-        self._grammars = Grammars(self.tokenizer, self._stop_token_ids)
         self._outputs: dict[Sequence, Output] = {}
-        self._ids = itertools.count()
         self._totals = {"completion": 0, "finished": 0, "sessions": 0}
         self._prompt_kinds, self._cached_kinds = Counter[TokenType](), Counter[TokenType]()
         self._recorder = None if record is None else Recorder(record, block_size)
@@ -268,7 +240,7 @@ class Engine:
     ) -> Stream:
         """Answer `prompt` piece by piece. Closing the stream, or dropping it, cancels the request."""
         chunks: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
-        sequence = self._prepare(prompt, params, time.perf_counter(), **options)
+        sequence = self._intake.prepare(prompt, params, time.perf_counter(), **options)
         self._enqueue(sequence, chunks.put)
         return Stream(chunks, partial(self._inbox.put, partial(self._cancel, sequence)))
 
@@ -291,7 +263,9 @@ class Engine:
 
         # Tokenising a long prompt takes milliseconds; the event loop serves others meanwhile. Nothing is
         # submitted by that thread: the task may be cancelled while it works.
-        sequence = await asyncio.to_thread(self._prepare, prompt, params, time.perf_counter(), **options)
+        sequence = await asyncio.to_thread(
+            self._intake.prepare, prompt, params, time.perf_counter(), **options
+        )
         self._enqueue(sequence, sink)
         ended = False
         try:
@@ -340,7 +314,7 @@ class Engine:
     def cached_tokens(self, prompt: Prompt, principal: Principal = LOCAL) -> list[int]:
         """How many tokens of each chain are cached now, for that principal."""
         size, done = self.index.pool.block_size, queue.SimpleQueue[list[int]]()
-        chains = [chain for chain in self._chains(prompt, Asker(principal)) if not chain.continues]
+        chains = [chain for chain in self._intake.chains(prompt, Asker(principal)) if not chain.continues]
         asked = [(c.root, c.chain(size), c.token_ids, len(c.token_ids)) for c in chains]
         now, reader = time.perf_counter(), principal.scope("user")
         self._put(
@@ -439,7 +413,9 @@ class Engine:
         """Evict the states of a schema first; those that the schema's new version uses too survive their next use."""
         _, prompt = cacheable(laid_out)
         keys = [
-            key for chain in self._chains(prompt, Asker()) for key in chain.chain(self.index.pool.block_size)
+            key
+            for chain in self._intake.chains(prompt, Asker())
+            for key in chain.chain(self.index.pool.block_size)
         ]
         self._put(partial(self.index.store.retire, keys))
 
@@ -451,121 +427,10 @@ class Engine:
         link_tokens: int = LINK_TOKENS,
         level: Level = "user",
     ) -> Prompt:
-        """The prompt as chains of tokens, `level` being the scope of what names none.
-
-        Text is taken as it stands, unless it is a PML prompt (`Text` never is one); chat messages go through
-        the model's template; what names a schema is laid out by it.
-        """
-        if isinstance(prompt, Prompt):
-            return prompt
-        if isinstance(prompt, str) and is_prompt(prompt):
-            prompt = parse_prompt(prompt)
-        if isinstance(prompt, SchemaPrompt):
-            return self.schemas.resolve(prompt, mode, link_tokens).prompt
-        if isinstance(prompt, str | Text):
-            text = prompt.text if isinstance(prompt, Text) else prompt
-            self._check_text(len(text.encode(errors="replace")))
-            return plain(Span(tuple(self.tokenizer.encode(text))))
-        if not isinstance(prompt, Chat) and prompt and all(isinstance(item, int) for item in prompt):
-            return plain(Span(tuple(prompt)))  # pyright: ignore[reportArgumentType]
-        chat = prompt if isinstance(prompt, Chat) else Chat(prompt)  # pyright: ignore[reportArgumentType]
-        self._check_text(sum(len(str(item)) for item in (*chat.messages, *chat.tools)))
-        return plain(*encode_chat(self.tokenizer, chat.messages, tools=chat.tools, default=level))
+        """The prompt as chains of tokens; see `Intake.encode`."""
+        return self._intake.encode(prompt, mode=mode, link_tokens=link_tokens, level=level)
 
     # -- inside -----------------------------------------------------------------------------------------
-
-    def _prepare(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams | None,
-        arrived: float,
-        *,
-        session: str = "",
-        mode: ReuseMode = "modular",
-        link_tokens: int = LINK_TOKENS,
-        principal: Principal = LOCAL,
-        scope: Level = "user",
-        ttl: float | None = None,
-        choice: int = 0,
-        request_id: str = "",
-    ) -> Sequence:
-        """Tokenise and check a request that came in at `arrived`."""
-        params = params or SamplingParams()
-        if len(session) > MAX_SESSION_NAME:
-            raise InvalidRequestError(
-                f"The session's name has {len(session)} characters; {MAX_SESSION_NAME} is the limit.",
-                param="session",
-            )
-        named = session_name(session)
-        asker = Asker(principal, named, scope, ttl, self._ttls)
-        encoded = self.encode(prompt, mode=mode, link_tokens=link_tokens, level=scope)
-        vocab = self.config.vocab_size
-        if not encoded.chains[-1].token_ids:
-            raise InvalidRequestError("The prompt is empty: send at least one token.", param="prompt")
-        if not all(0 <= token < vocab for token in encoded.token_ids):
-            raise InvalidRequestError(f"Token ids must be between 0 and {vocab - 1}.", param="prompt")
-        if not all(0 <= token < vocab for token in params.logit_bias):
-            raise InvalidRequestError(
-                f"logit_bias names a token id outside 0 to {vocab - 1}.", param="logit_bias"
-            )
-        chains = self._chains(encoded, asker)
-        room = min(self._context_room(chains), self._pool_room(chains))
-        if room < 1:
-            raise self._too_long(f"The prompt has {len(encoded.token_ids)} tokens")
-        sequence = Sequence(next(self._ids), chains, params, min(params.max_tokens or room, room), arrived)
-        if params.grammar is not None:
-            sequence.matcher = self._grammars.matcher(params.grammar)
-        sequence.asker = principal.scope("user")
-        if named and not choice:
-            # The same name is another session for another user.
-            sequence.session = hashlib.sha256(principal.scope("session", named).encoded()).hexdigest()
-        sequence.request_id = request_id or f"req-{sequence.id}"
-        sequence.choice = choice
-        sequence.tag = request_tag(sequence.asker, sequence.request_id)
-        return sequence
-
-    def _chains(self, prompt: Prompt, asker: Asker) -> list[SequenceChain]:
-        """The chains of a prompt, each in one scope and keyed under its secret."""
-        size = self.index.pool.block_size
-        chains = sequence_chains(
-            scoped(prompt, asker, smallest=size), self._fingerprint, size, self._secrets.secret
-        )
-        if self._release_once:
-            for chain in chains:
-                # What is registered, or the server's own text, is no secret of who happens to use it first.
-                written = any(kind != "template" for _, kind in chain.kinds)
-                if chain.scope.level in ("public", "org") and not chain.scope.resource and written:
-                    chain.owner = asker.principal.scope("user")
-        return chains
-
-    def _root(self, origin: tuple[str, int, bytes], scope: Scope) -> bytes:
-        return root_of(self._fingerprint, origin, self._secrets.secret(scope))
-
-    def _context_room(self, chains: list[SequenceChain]) -> int:
-        """Positions left after the last chain."""
-        return self.max_model_len - chains[-1].start - len(chains[-1].token_ids)
-
-    def _pool_room(self, chains: list[SequenceChain]) -> int:
-        """Slots left for the reply when all of the prompt is in the pool."""
-        pool = self.index.pool
-        blocks = [-(-len(chain.token_ids) // pool.block_size) for chain in chains]
-        in_last_block = blocks[-1] * pool.block_size - len(chains[-1].token_ids)
-        return (pool.blocks - sum(blocks)) * pool.block_size + in_last_block
-
-    def _check_text(self, size: int) -> None:
-        """Refuse text that cannot fit without tokenising it, which takes seconds for megabytes."""
-        if size <= 16 * self.max_model_len:
-            return
-        least = size // self.tokenizer.longest_token
-        if least > self.max_model_len:
-            raise self._too_long(f"The prompt has {size} bytes, at least {least} tokens")
-
-    def _too_long(self, what: str) -> PromptTooLongError:
-        of_model = self.max_model_len == self.config.context_length
-        return PromptTooLongError(
-            f"{what}; with one to answer, {'the context of the model' if of_model else 'the KV pool'} holds "
-            f"{self.max_model_len}. Shorten the prompt{'.' if of_model else ', or start with more kv_tokens.'}"
-        )
 
     def _enqueue(self, sequence: Sequence, sink: Sink) -> None:
         params = sequence.params
@@ -582,7 +447,7 @@ class Engine:
     def _warm(self) -> None:
         """Compute once, so that the first request does not pay for the libraries' own start."""
         for tokens in (min(32, self.max_model_len), 1):
-            chains = self._chains(plain(Span((0,) * tokens)), Asker())
+            chains = self._intake.chains(plain(Span((0,) * tokens)), Asker())
             sequence = Sequence(-1, chains, SamplingParams(), 1)
             sequence.last.blocks = self.index.allocate(-(-tokens // self.index.pool.block_size))
             self._runner.run([Work(sequence, tokens)])

@@ -127,7 +127,8 @@ class Scheduler:
         taken = set(blocks)
         for sequence in (*self.waiting, *self.running):
             own = frozenset[Scope | str]().union(
-                {sequence.tag}, *({chain.scope, *chain.registered, *chain.lineage} for chain in sequence.chains)
+                {sequence.tag},
+                *({chain.scope, *chain.registered, *chain.lineage} for chain in sequence.chains),
             )
             held = (block for chain in sequence.chains for block in chain.blocks)
             if forgotten(own) or not taken.isdisjoint(held):

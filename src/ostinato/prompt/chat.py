@@ -7,26 +7,28 @@ which part of the rendered text came from where, and only the template's own tex
 
 from __future__ import annotations
 
-import json
-import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
-from functools import lru_cache
 from typing import Any, cast
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ostinato.access.scope import PUBLIC, Level, Scope, rank
-from ostinato.errors import InvalidRequestError, ModelFormatError
+from ostinato.errors import InvalidRequestError
 from ostinato.models.tokenizer import Tokenizer
 from ostinato.prompt.cache_control import NONE, CacheControl, cache_control
+from ostinato.prompt.message import (
+    THINK_TAG,
+    Message,
+    Piece,
+    by_thought,
+    has_thoughts,
+    texts_of,
+    without_texts,
+)
 from ostinato.prompt.span import Span, SpanKind
+from ostinato.prompt.template import compiled, to_json
 from ostinato.prompt.tools import block, in_turns, reads_tools
 
 DEFAULT_TEMPLATE = (
@@ -44,11 +46,8 @@ _KIND_OF_ROLE: dict[str, SpanKind] = {
     "tool": "tool",
     "function": "tool",
 }
-_THINK_TAG = re.compile("(<think>|</think>)")
 _ZERO_WIDTH_SPACE = "\u200b"
 _KNOWN_TURNS = 1_000
-
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -223,13 +222,10 @@ class _Marks:
         self.start = f"\ue000{secrets.token_hex(8)}:"
         self.texts: list[_Marked] = []
 
-    def put(self, text: str, kind: SpanKind, message: int = 0, pieces: Sequence[_Piece] = ()) -> str:
+    def put(self, text: str, kind: SpanKind, message: int = 0, pieces: Sequence[Piece] = ()) -> str:
         """A placeholder for `text` of a message; `pieces` are what it is made of, if that is known."""
         self.texts.append(_Marked(text, kind, message, pieces or ((text, NONE),)))
         return f"{self.start}{len(self.texts) - 1}{self.end}"
-
-
-_Piece = tuple[str, CacheControl]
 
 
 @dataclass(frozen=True)
@@ -239,9 +235,9 @@ class _Marked:
     text: str
     kind: SpanKind
     message: int
-    pieces: Sequence[_Piece]
+    pieces: Sequence[Piece]
 
-    def cut(self, start: int, length: int) -> Iterator[_Piece]:
+    def cut(self, start: int, length: int) -> Iterator[Piece]:
         """The pieces of a stretch of the text."""
         at = 0
         for text, control in self.pieces:
@@ -264,7 +260,7 @@ class _Chat:
     ) -> None:
         self._special = tokenizer.special_pattern
         template = tokenizer.chat_template or DEFAULT_TEMPLATE
-        self._template = _compiled(template)
+        self._template = compiled(template)
         if not messages:
             raise InvalidRequestError(
                 "messages is empty; a chat needs at least one message.", param="messages"
@@ -273,7 +269,7 @@ class _Chat:
         if not reads_tools(template) and (tools or any(map(_is_of_tools, messages))):
             self._definitions = [part["text"] for part in block(tools or ())]
             messages, tools = in_turns(messages, tools or ()), None
-        read = [_texts(message, index) for index, message in enumerate(messages)]
+        read = [texts_of(message, index) for index, message in enumerate(messages)]
         self._pieces = [pieces for pieces, _ in read]
         self._contents = [
             None if pieces is None else "".join(text for text, _ in pieces) for pieces in self._pieces
@@ -288,7 +284,7 @@ class _Chat:
             for index, tool in enumerate(tools or ())
         ]
         self._default: Level = default
-        self._messages = [self._without_special(_without_texts(message)) for message in messages]
+        self._messages = [self._without_special(without_texts(message)) for message in messages]
         bare = [
             {name: value for name, value in tool.items() if name != "cache_control"} for tool in tools or ()
         ]
@@ -321,10 +317,10 @@ class _Chat:
         ]
         marked = self._render(contents, thoughts)
         segments = self._aligned(rendered, marked, marks)
-        if segments is None and any(map(_has_thoughts, self._contents, self._kinds)):
+        if segments is None and any(map(has_thoughts, self._contents, self._kinds)):
             # The template reads the tags (it drops earlier chains of thought, say), so it has to see them.
             contents = [
-                _cut(text, marks, i, self._narrowest(i)) if text and _has_thoughts(text, kind) else mark
+                _cut(text, marks, i, self._narrowest(i)) if text and has_thoughts(text, kind) else mark
                 for i, (text, kind, mark) in enumerate(
                     zip(self._contents, self._kinds, contents, strict=True)
                 )
@@ -360,7 +356,7 @@ class _Chat:
         rest = segment.text
         for tool, control in zip(self.tools, self._tool_controls, strict=True):
             for indent in (None, 4, 2):
-                text = _to_json(tool, indent=indent)
+                text = to_json(tool, indent=indent)
                 before, found, after = rest.partition(text)
                 if found:
                     segments += [
@@ -434,7 +430,7 @@ class _Chat:
             for piece, control in mark.cut(whole.index(text), len(text)):
                 segments += [
                     Segment(part, False, kind, control.level or self._default, control.ttl, mark.message)
-                    for part, kind in _by_thought(piece, mark.kind)
+                    for part, kind in by_thought(piece, mark.kind)
                 ]
             segments.append(Segment(literal, is_template=True, kind="template"))
             at += len(text) + len(literal)
@@ -477,65 +473,6 @@ class _Chat:
         )
 
 
-def _texts(message: Message, index: int) -> tuple[list[_Piece] | None, str | None]:
-    """A message's content in its parts, and its chain of thought as one string; None where it has none."""
-    at = f"messages[{index}]"
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidRequestError(f"{at} needs a role, such as 'user'.", param=f"{at}.role")
-    thoughts: list[str] = []
-    for name in ("reasoning_content", "reasoning"):
-        thought = message.get(name)
-        if thought is not None and not isinstance(thought, str):
-            raise InvalidRequestError(f"{at}.{name} must be a string.", param=f"{at}.{name}")
-        if thought is not None and not thoughts:
-            thoughts.append(thought)
-    content = message.get("content")
-    whole = cache_control(message.get("cache_control"), f"{at}.cache_control")
-    pieces: list[_Piece] | None = None
-    if isinstance(content, list):
-        pieces = []
-        for number, part in enumerate(cast("list[Any]", content)):
-            where = f"{at}.content[{number}]"
-            text, is_thought = _part(part, message["role"], where)
-            own = cache_control(part.get("cache_control"), f"{where}.cache_control")
-            if is_thought:
-                thoughts.append(text)
-                continue
-            control = CacheControl(own.level or whole.level, _or(own.ttl, whole.ttl))
-            if pieces and pieces[-1][1] == control:
-                pieces[-1] = pieces[-1][0] + text, control
-            else:
-                pieces.append((text, control))
-    elif isinstance(content, str):
-        pieces = [(content, whole)]
-    elif content is not None:
-        raise InvalidRequestError(f"{at}.content must be a string or a list of parts.", param=f"{at}.content")
-    return pieces, "".join(thoughts) if thoughts else None
-
-
-def _part(part: Any, role: str, where: str) -> tuple[str, bool]:
-    """The text of a part of a content, and whether it is chain of thought."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "reasoning" and role == "assistant":
-        text = part.get("text", part.get("reasoning"))
-    elif kind == "text":
-        text = part.get("text")
-    else:
-        raise InvalidRequestError(
-            f"{where} has type {kind!r}, but this model reads text only; send parts of type 'text'.",
-            param=f"{where}.type",
-        )
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"{where}.text must be a string.", param=f"{where}.text")
-    return text, kind == "reasoning"
-
-
-def _without_texts(message: Message) -> dict[str, Any]:
-    # Templates test whether a key is there, so null entries are left out.
-    texts = ("content", "reasoning_content", "reasoning", "cache_control", "kind")
-    return {key: value for key, value in message.items() if key not in texts and value is not None}
-
-
 def _is_of_tools(message: object) -> bool:
     if not isinstance(message, Mapping):
         return False
@@ -555,28 +492,14 @@ def _cut_out(segment: Segment, definitions: Sequence[str]) -> list[Segment]:
     return [*segments, replace(segment, text=rest)]
 
 
-def _has_thoughts(content: str | None, kind: SpanKind) -> bool:
-    return kind == "assistant" and content is not None and _THINK_TAG.search(content) is not None
-
-
-def _by_thought(text: str, kind: SpanKind) -> Iterator[tuple[str, SpanKind]]:
-    """A text cut into chain of thought and answers, if it is the assistant's.
-
-    The opening tag may be missing at its beginning: some templates write it into the generation prompt.
-    """
-    for piece in re.split("(?<=</think>)|(?=<think>)", text) if kind == "assistant" else [text]:
-        thought = kind == "assistant" and (piece.startswith("<think>") or piece.endswith("</think>"))
-        yield piece, "reasoning" if thought else kind
-
-
 def _cut(content: str, marks: _Marks, message: int, control: CacheControl) -> str:
     """An assistant's content with placeholders between the tags of its chain of thought, which stay."""
     return "".join(
         marks.put(text, kind, message, [(text, control)])
-        if text.strip() and not _THINK_TAG.fullmatch(text)
+        if text.strip() and not THINK_TAG.fullmatch(text)
         else text
-        for piece, kind in _by_thought(content, "assistant")
-        for text in _THINK_TAG.split(piece)
+        for piece, kind in by_thought(content, "assistant")
+        for text in THINK_TAG.split(piece)
     )
 
 
@@ -591,54 +514,3 @@ def _narrowest(controls: Sequence[CacheControl], default: Level) -> CacheControl
 
 def _sooner(a: float | None, b: float | None) -> float | None:
     return b if a is None else a if b is None else min(a, b)
-
-
-def _or(a: float | None, b: float | None) -> float | None:
-    return b if a is None else a
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's tokens for training; here it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML characters, which templates do not expect.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
-
-
-@lru_cache(maxsize=32)
-def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-    )
-    environment.filters["tojson"] = _to_json
-    functions: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    environment.globals.update(functions)
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateError as error:
-        raise ModelFormatError(
-            f"The model's chat template is not valid Jinja: {error}. Use a corrected checkpoint."
-        ) from error

@@ -63,6 +63,10 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _SRC_FIX = 'put it into a file and write <module src="…">'
 
 
+class SourceError(SchemaError):
+    """A schema that came as text asks for a file."""
+
+
 def parse_schema(source: str | bytes, *, folder: Path | None = None, name: str = "") -> Schema:
     """The schema that PML text describes.
 
@@ -171,7 +175,7 @@ def _module_children(element: Element, folder: Path | None) -> tuple[Child, ...]
 def _source(src: str, folder: Path | None, where: str) -> str:
     """The text of a file in the schema's folder."""
     if folder is None:
-        raise SchemaError(
+        raise SourceError(
             f'src="{src}" needs a folder to be in, but the schema came as text. Register the schema from its '
             "file, or put the text into the module.",
             where,

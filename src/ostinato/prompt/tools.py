@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-Message = Mapping[str, Any]
+from ostinato.prompt.message import Message
 
 
 @dataclass(frozen=True)

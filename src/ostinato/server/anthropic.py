@@ -179,7 +179,7 @@ class Conversation(_Model):
         refuse(self.model_extra or {}, UNSUPPORTED)
         if self.output_config is not None:
             refuse(self.output_config.model_extra or {}, UNSUPPORTED_IN_OUTPUT, "output_config.")
-        for at, control in self._controls():
+        for at, control in self.controls():
             cache_control(control, at)
         for number, message in enumerate(self.messages):
             self._check(message, f"messages[{number}]")
@@ -247,9 +247,10 @@ class Conversation(_Model):
     @property
     def long(self) -> bool:
         """Whether any of it is to be kept for an hour at least."""
-        return any((cache_control(control, at).ttl or 0) >= HOUR for at, control in self._controls())
+        return any((cache_control(control, at).ttl or 0) >= HOUR for at, control in self.controls())
 
-    def _controls(self) -> Iterator[tuple[str, Json | None]]:
+    def controls(self) -> Iterator[tuple[str, Json | None]]:
+        """All that the body says of who may reuse what, and in which field."""
         yield "cache_control", self.cache_control
         for number, tool in enumerate(self.tools or ()):
             yield f"tools[{number}].cache_control", tool.cache_control

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -18,13 +18,15 @@ from ostinato import __version__
 from ostinato.access.access import Access
 from ostinato.access.errors import ForbiddenError
 from ostinato.access.principal import Principal
-from ostinato.engine.engine import LINK_TOKENS, Engine, Options, PromptLike
+from ostinato.engine.engine import Engine
+from ostinato.engine.intake import LINK_TOKENS, Options, PromptLike
 from ostinato.engine.request import Chunk, Reply, SamplingParams
 from ostinato.engine.stream import collect as collect_reply
 from ostinato.errors import EngineClosedError, ModelNotFoundError
-from ostinato.prompt.cache_control import CacheControl
+from ostinato.prompt.cache_control import CacheControl, cache_control
 from ostinato.prompt.resolve import Placement, ReuseMode
 from ostinato.prompt.schema import SchemaPrompt, Text
+from ostinato.prompt.scopes import Asker
 from ostinato.server.answer import Answer
 from ostinato.server.anthropic import Conversation, MessagesRequest
 from ostinato.server.anthropic_answer import MessagesAnswer
@@ -60,6 +62,10 @@ class Body(Protocol):
     @property
     def control(self) -> CacheControl:
         """Who may reuse, and for how long, what nothing in the prompt says more of."""
+        ...
+
+    def controls(self) -> Iterable[tuple[str, Json | None]]:
+        """All that the body says of who may reuse what, and in which field."""
         ...
 
     @property
@@ -122,7 +128,6 @@ def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
         # The engine calls whatever it is given the prompt; errors name the field that it came in.
         request.state.prompt_field = body.prompt_field
         principal, control = principal_of(request), body.control
-        requests, answer.placements = await placed(library, principal, body, calls)
         options = Options(principal=principal, session=body.session, request_id=answer.id)
         if control.level is not None:
             options["scope"] = control.level
@@ -130,8 +135,13 @@ def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
             options["ttl"] = control.ttl
         if body.explain:
             answer.explain = partial(_explained, engine, answer.id, principal)
-        pieces = run(engine, metrics, requests, options)
         try:
+            # What follows narrower text is narrowed, and still not for everyone to ask for.
+            asker = Asker(principal, body.session, control.level or "user")
+            for at, named in body.controls():
+                asker.scope(cache_control(named, at).level)
+            requests, answer.placements = await placed(library, principal, body, calls)
+            pieces = run(engine, metrics, requests, options)
             if not body.stream:
                 replies = await unless_gone(request.receive, collect(pieces, len(requests)))
                 return JSONResponse(answer.whole(replies))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -183,6 +183,10 @@ class GenerationRequest(BaseModel):
             return control
         return CacheControl(control.level, seconds(self.prompt_cache_retention, "prompt_cache_retention"))
 
+    def controls(self) -> Iterator[tuple[str, Json | None]]:
+        """All that the body says of who may reuse what, and in which field."""
+        yield "cache_control", self.cache_control
+
     @property
     def prompt_field(self) -> str:
         """The field that the prompt came in."""
@@ -287,6 +291,15 @@ class ChatCompletionRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+
+    def controls(self) -> Iterator[tuple[str, Json | None]]:
+        yield from super().controls()
+        for number, tool in enumerate(self.tools or ()):
+            yield f"tools[{number}].cache_control", tool.cache_control
+        for number, message in enumerate(self.messages or ()):
+            yield f"messages[{number}].cache_control", message.cache_control
+            for at, part in enumerate(message.parts):
+                yield f"messages[{number}].content[{at}].cache_control", part.cache_control
 
     @property
     def prompt_field(self) -> str:

@@ -22,7 +22,7 @@ from ostinato.engine.engine import Engine
 from ostinato.errors import InvalidRequestError
 from ostinato.prompt.cache_control import seconds
 from ostinato.prompt.layout import Layout
-from ostinato.prompt.pml import parse_schema
+from ostinato.prompt.pml import SourceError, parse_schema
 from ostinato.prompt.report import cacheable, overview, tree
 from ostinato.prompt.schema import Schema, SchemaError
 from ostinato.server.errors import RefusedError
@@ -218,7 +218,7 @@ def schema_routes(engine: Engine, access: Access, library: Library) -> APIRouter
     @router.post("", status_code=201, openapi_extra=_BODY)
     async def create(request: Request) -> JSONResponse:
         """Register a new schema, in PML or JSON."""
-        submitted = await _submitted(request)
+        submitted = await _submitted(request, access)
         return JSONResponse(await asyncio.to_thread(schemas.add, principal_of(request), submitted), 201)
 
     @router.get("")
@@ -234,7 +234,7 @@ def schema_routes(engine: Engine, access: Access, library: Library) -> APIRouter
     @router.put("/{name}", openapi_extra=_BODY)
     async def put(request: Request, name: str) -> JSONResponse:
         """Register a schema, in place of the one that has its name, if any."""
-        submitted = await _submitted(request)
+        submitted = await _submitted(request, access)
         if submitted.schema.name != name:
             raise InvalidRequestError(
                 f"The body has the schema '{submitted.schema.name}', the URL says '{name}'. Make them the same.",
@@ -269,7 +269,7 @@ def summary(
     return {"object": "schema"} | about(info) | overview(laid_out) | {"tree": tree(laid_out.root, cached)}
 
 
-async def _submitted(request: Request) -> Submitted:
+async def _submitted(request: Request, access: Access) -> Submitted:
     """The schema in a body, and what the body or the query says of it."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     data = await request.body()
@@ -281,6 +281,15 @@ async def _submitted(request: Request) -> Submitted:
         )
     if "readers" in query:
         asked["readers"] = [each for each in query["readers"].split(",") if each]
+    try:
+        return await _parsed(kind, data, asked)
+    except SourceError:
+        audit = access.audit.refused
+        await asyncio.to_thread(audit, principal_of(request), "file", "", {"resource": "schema"})
+        raise
+
+
+async def _parsed(kind: str, data: bytes, asked: Json) -> Submitted:
     if kind == "application/json":
         return await asyncio.to_thread(_from_json, data, asked)
     if kind and kind not in PML_TYPES:
