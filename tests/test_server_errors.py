@@ -226,7 +226,10 @@ def test_internal_error_shows_nothing(url: str, engine: Engine, monkeypatch: pyt
 def test_api_keys(engine: Engine) -> None:
     with Access(":memory:") as access, serving(engine, access) as url:
         assert httpx.get(f"{url}/v1/models").status_code == 200, "nobody has a key, so this machine may"
-        assert httpx.get(f"{url}/v1/models", headers={"host": "rebound.example"}).status_code == 403
+        for headers in ({"host": "rebound.example"}, {"origin": "https://evil.example"}, {"origin": "null"}):
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 403
+        for origin in ("http://localhost:3000", "http://127.0.0.1", "http://[::1]:8080"):
+            assert httpx.get(f"{url}/v1/models", headers={"origin": origin}).status_code == 200
         keys = [access.keys.create("acme", user)[1] for user in ("ann", "bob")]
         assert httpx.get(f"{url}/health").status_code == 200
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {keys[0]}"}):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ostinato.access.principal import Principal
     from ostinato.engine.engine import Engine, EngineStats
     from ostinato.engine.request import Chunk, Reply, SamplingParams, Timing, TokenLogprob, Usage
 
@@ -14,6 +15,7 @@ __all__ = [
     "Chunk",
     "Engine",
     "EngineStats",
+    "Principal",
     "Reply",
     "SamplingParams",
     "Timing",
@@ -22,7 +24,7 @@ __all__ = [
     "__version__",
 ]
 
-_HOME = {"Engine": "engine", "EngineStats": "engine"}
+_HOME = {"Engine": "engine.engine", "EngineStats": "engine.engine", "Principal": "access.principal"}
 
 
 def __getattr__(name: str) -> Any:
@@ -31,5 +33,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ostinato' has no attribute {name!r}")
     import importlib
 
-    module = importlib.import_module(f"ostinato.engine.{_HOME.get(name, 'request')}")
+    module = importlib.import_module(f"ostinato.{_HOME.get(name, 'engine.request')}")
     return getattr(module, name)

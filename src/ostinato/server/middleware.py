@@ -57,8 +57,7 @@ class Authenticate:
         try:
             # It may ask a file, or fetch an issuer's keys; the event loop serves others meanwhile.
             principal = await asyncio.to_thread(self._principal, authorization)
-            if principal is LOCAL and _host(headers.get("host", "")) not in LOOPBACK:
-                # A page in a browser on this machine can be served under a name that leads here.
+            if principal is LOCAL and not _is_local(headers):
                 raise RefusedError(
                     403,
                     "Without authentication this server answers to localhost alone. Ask it by that name, or make a "
@@ -74,6 +73,18 @@ class Authenticate:
     def _principal(self, authorization: str | None) -> Principal:
         self._access.secrets.refresh()
         return self._access.authenticate(authorization)
+
+
+def _is_local(headers: Headers) -> bool:
+    """Whether a request that reached this machine also means it.
+
+    A page in a browser here can send requests from elsewhere (`Origin`), and be served under a name that leads here
+    (`Host`).
+    """
+    origin = headers.get("origin", "")
+    return _host(headers.get("host", "")) in LOOPBACK and (
+        not origin or _host(origin.partition("://")[2]) in LOOPBACK
+    )
 
 
 def _host(header: str) -> str:
