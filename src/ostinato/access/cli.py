@@ -298,7 +298,8 @@ def _day(seconds: float) -> str:
 
 
 def _table(*headings: str) -> Table:
-    return Table(*(Column(heading, overflow="fold") for heading in headings), box=SIMPLE)
+    # An id is copied from the table: it stays in one piece.
+    return Table(*(Column(each, overflow="fold", no_wrap=each == "id") for each in headings), box=SIMPLE)
 
 
 def _row(table: Table, *cells: str) -> None:

@@ -66,7 +66,7 @@ def rank(level: Level) -> int:
 
 def narrower(a: Scope, b: Scope, *, asker: Scope) -> Scope:
     """The scope of what is computed from both: the narrower, or the asker's own where neither lies in the other."""
-    if a.within(b):
+    if a is b or a.within(b):
         return a
     if b.within(a):
         return b

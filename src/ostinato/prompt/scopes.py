@@ -84,11 +84,16 @@ def scoped(prompt: Prompt, asker: Asker, *, smallest: int) -> Prompt:
     made: list[Chain] = []
     pieces: list[list[tuple[int, int, int]]] = []
     """Of each chain of the prompt: the chains made of it, and which of its tokens each has."""
+    # Modules mostly see the same as their neighbours.
+    known: dict[int, tuple[tuple[View, ...], Scope | None, float | None]] = {}
     for chain in prompt.chains:
-        sees = tuple(moved for view in chain.sees for moved in _moved(view, pieces))
+        if id(chain.sees) not in known:
+            moved = tuple(part for view in chain.sees for part in _moved(view, pieces))
+            known[id(chain.sees)] = (moved, *_seen([made[view.chain] for view in moved], asker))
+        sees, scope, ttl = known[id(chain.sees)]
         pieces.append([])
         begin = 0
-        for number, group in enumerate(_groups(chain, [made[view.chain] for view in sees], asker, smallest)):
+        for number, group in enumerate(_groups(chain, scope, ttl, asker, smallest)):
             earlier = tuple(View(piece) for piece, _, _ in pieces[-1])
             count = sum(len(span.token_ids) for span in group)
             pieces[-1].append((len(made), begin, begin + count))
@@ -107,14 +112,24 @@ def scoped(prompt: Prompt, asker: Asker, *, smallest: int) -> Prompt:
     return Prompt(tuple(made))
 
 
-def _groups(chain: Chain, seen: Sequence[Chain], asker: Asker, smallest: int) -> list[list[Span]]:
-    """The spans of a chain with the scopes and times they have in effect, those of one scope together."""
+def _seen(chains: Sequence[Chain], asker: Asker) -> tuple[Scope | None, float | None]:
+    """The narrowest scope and the shortest time to live of what a chain sees."""
     scope: Scope | None = None
     ttl: float | None = None
-    for other in seen:
-        assert other.scope is not None
-        scope = other.scope if scope is None else narrower(scope, other.scope, asker=asker.alone)
-        ttl = least(ttl, other.ttl)
+    for chain in chains:
+        assert chain.scope is not None
+        scope = chain.scope if scope is None else narrower(scope, chain.scope, asker=asker.alone)
+        ttl = least(ttl, chain.ttl)
+    return scope, ttl
+
+
+def _groups(
+    chain: Chain, scope: Scope | None, ttl: float | None, asker: Asker, smallest: int
+) -> list[list[Span]]:
+    """The spans of a chain with the scopes and times they have in effect, those of one scope together.
+
+    `scope` and `ttl` are those of what the chain sees.
+    """
     spans: list[Span] = []
     waiting: list[Span] = []
     for span in chain.spans:
