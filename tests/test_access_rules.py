@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -444,11 +446,16 @@ class World:
     # -- what a prompt is, by the rules -----------------------------------------------------------------
 
     def line(
-        self, at: int, seen: tuple[Piece, ...], texts: Sequence[tuple[str, Place | None]], me: Place
+        self,
+        at: int,
+        seen: tuple[Piece, ...],
+        texts: Sequence[tuple[str, Place | None]],
+        me: Place,
+        behind: Sequence[Piece] = (),
     ) -> list[Piece]:
         """Texts from position `at` on in pieces of one place each; None is the template's, and goes with what is before."""
         place: Place | None = None
-        for other in seen:
+        for other in (*seen, *behind):
             place = other.place if place is None else meet(place, other.place, me)
         groups: list[tuple[Place, set[Place], str]] = []
         for text, wanted in texts:
@@ -513,7 +520,8 @@ class World:
                 piece = Piece(piece.place, piece.papers, piece.text, moved, (), piece)
             documents.append(piece)
             at += len(piece.text)
-        end = self.line(at, front, [("<|im_end|>\n", of_front)], me)
+        # Where that stands tells how long the documents are: it is for nobody who may not read them.
+        end = self.line(at, front, [("<|im_end|>\n", of_front)], me, documents)
         texts = [("<|im_start|>user\n", None)]
         for number, parts in enumerate(ask.turns):
             texts.append(("".join(text for text, _ in parts), narrowest(parts)))
@@ -855,10 +863,16 @@ def settle(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[tuple[Engine, Access, httpx.Client]]:
+def server(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Access, httpx.Client]]:
+    folder = tmp_path_factory.mktemp("long") / "tiny"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
     with (
         Access(":memory:") as access,
-        Engine(str(tiny_model), dtype="float32", kv_tokens=393_216, secrets=access.secrets) as engine,
+        Engine(str(folder), dtype="float32", kv_tokens=393_216, secrets=access.secrets) as engine,
         serving(engine, access) as url,
         httpx.Client(base_url=url, timeout=DEADLINE) as http,
     ):
@@ -916,5 +930,5 @@ def test_whatever_happens(fresh: Callable[[str], World]) -> None:
             self.world.happen(chance)
 
     run_state_machine_as_test(  # pyright: ignore[reportUnknownMemberType]
-        Events, settings=settings(max_examples=20, stateful_step_count=30, deadline=None)
+        Events, settings=settings(max_examples=40, stateful_step_count=50, deadline=None)
     )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from ostinato.access.durations import parse_duration
 from ostinato.access.scope import LEVELS, Level
 from ostinato.errors import InvalidRequestError
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_TTL = 366 * 86400
 
 
@@ -60,9 +59,8 @@ def cache_control(value: object, at: str) -> CacheControl:
 
 def seconds(duration: object, at: str) -> float:
     """A duration such as "5m", "1h" or "24h", or a number of seconds; `InvalidRequestError` names `at`."""
-    found = re.fullmatch(r"(\d{1,9})([smhd])", duration) if isinstance(duration, str) else None
-    if found:
-        value = float(int(found[1]) * _UNITS[found[2]])
+    if isinstance(duration, str):
+        value = parse_duration(duration, at, least=0)
     elif isinstance(duration, int | float) and not isinstance(duration, bool) and math.isfinite(duration):
         value = float(duration)
     else:

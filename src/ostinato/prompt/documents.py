@@ -89,8 +89,12 @@ def _at_home(chains: Sequence[Chain], names: Sequence[str]) -> Iterator[Chain]:
     first = next((chain for chain in chains if chain.name in names), None)
     for chain in chains:
         # Other chains of a document (its first tokens computed anew, its very last one) see more than its states do.
-        moves = first is not None and chain.name in names and chain.sees == first.sees
-        yield replace(chain, home=first.start) if first is not None and moves else chain
+        if first is None or chain.sees != first.sees:
+            yield chain
+        elif chain.name in names:
+            yield replace(chain, home=first.start)
+        else:
+            yield replace(chain, behind=chain.start > first.start)
 
 
 def _system_text(items: tuple[Item, ...]) -> tuple[str, CacheControl, tuple[Item, ...]]:

@@ -91,6 +91,8 @@ def scoped(prompt: Prompt, asker: Asker, *, smallest: int) -> Prompt:
             moved = tuple(part for view in chain.sees for part in _moved(view, pieces))
             known[id(chain.sees)] = (moved, *_seen([made[view.chain] for view in moved], asker))
         sees, scope, ttl = known[id(chain.sees)]
+        if chain.behind:
+            scope, ttl = _seen(made, asker)
         pieces.append([])
         begin = 0
         for number, group in enumerate(_groups(chain, scope, ttl, asker, smallest)):

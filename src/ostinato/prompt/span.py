@@ -59,6 +59,8 @@ class Chain:
     ttl: float | None = None
     continues: bool = False
     """Whether it only goes on where the chain before it ends, in another scope."""
+    behind: bool = False
+    """Whether its position tells how long the chains are that stand before it, though it does not see them."""
 
     @property
     def registered(self) -> frozenset[Scope]:

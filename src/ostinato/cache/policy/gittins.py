@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from itertools import groupby
+from collections import deque
 
 from ostinato.cache.block import Block
 from ostinato.cache.policy.base import Policy
 from ostinato.cache.policy.ghosts import Ghosts
-from ostinato.cache.policy.queue import Queue
 from ostinato.cache.policy.reuse import BINS, ENDS, Reuse, Traits, age_bin
+from ostinato.cache.policy.run import Run
 from ostinato.cache.use import NOBODY, TokenType, Use
 
 REMEMBERED = 4
@@ -27,11 +27,13 @@ SORT_EVERY = 64
 class Past:
     """Who has used a key so far, in the cache or before it was evicted."""
 
-    __slots__ = ("latest", "sessions", "uses")
+    __slots__ = ("latest", "run", "sessions", "uses")
 
     def __init__(self, use: Use) -> None:
         self.latest = use
         self.uses = self.sessions = 1
+        self.run: Run | None = None
+        """Where its block stands while nobody uses it."""
 
     def add(self, use: Use) -> None:
         if use is self.latest:
@@ -44,21 +46,6 @@ class Past:
         self.latest = use
 
 
-class Place:
-    """Blocks of one class and one bin of ages, in LRU order."""
-
-    __slots__ = ("bin", "due", "listed", "number", "of", "queue", "worth")
-
-    def __init__(self, of: int, at: int, number: int) -> None:
-        self.of, self.bin, self.number = of, at, number
-        self.queue = Queue()
-        self.worth = 0.0
-        self.listed = math.inf
-        """Time of its first block as the place stands in the heap; infinite if it does not."""
-        self.due = math.inf
-        """When its first block is too old for its bin, or before."""
-
-
 class Gittins(Policy):
     """The policy for a cache of `blocks` blocks. One that is given `reuse` uses what another learns."""
 
@@ -67,9 +54,12 @@ class Gittins(Policy):
         self._teaches = reuse is None
         self._fits = 0
         self._now = 0.0
-        self._places: dict[tuple[int, int], Place] = {}
-        self._heap: list[tuple[float, float, int, Place]] = []
-        self._of: dict[Block, Place] = {}
+        self._by_recency = False
+        self._worth: list[list[float]] = []
+        self._ages: list[deque[Run]] = [deque() for _ in range(BINS)]
+        """Runs by their age, the oldest first."""
+        self._heap: list[tuple[float, float, int, Run]] = []
+        """What goes first: worth, time and number of runs. Entries are current while they have the run's worth."""
         self._past: dict[Block, Past] = {}
         self._gone: Ghosts[Past] = Ghosts(REMEMBERED * blocks)
         self._largest = 1
@@ -77,15 +67,29 @@ class Gittins(Policy):
         self._sorted = 0.0
         self._made = 0
         self._use = NOBODY
+        self._run = Run(0, 0.0, 0)
+        """The run that was released into last."""
         self._classes: dict[tuple[TokenType, int, int, bool], int] = {}
         """Classes of blocks that `_use` used last."""
+
+    @property
+    def by_recency(self) -> bool:
+        """Whether it evicts by recency for now, whatever it has learned."""
+        return self._by_recency
+
+    @by_recency.setter
+    def by_recency(self, value: bool) -> None:
+        if value != self._by_recency:
+            self._by_recency = value
+            self._rank()
 
     def arrive(self, use: Use) -> None:
         self._now = max(self._now, use.time)
 
     def insert(self, block: Block) -> None:
         assert block.key is not None
-        self._largest = max(self._largest, block.size)
+        if block.size > self._largest:
+            self._largest = block.size
         past = self._gone.take(block.key)
         if past is None:
             past = Past(block.use)
@@ -96,34 +100,42 @@ class Gittins(Policy):
             self.reuse.inserted += 1
 
     def hit(self, block: Block, use: Use) -> None:
-        self._take(block)
-        self._past[block].add(use)
+        past = self._past[block]
+        past.run = None
+        past.add(use)
 
     def release(self, block: Block) -> None:
         assert block.key is not None
-        of = self._class(block)
+        past, use, run = self._past[block], block.use, self._run
+        of = self._class(block, past)
+        if run.last != block.key or run.of != of or run.time != use.time or run.bin < 0:
+            run = self._begin(of, use.time)
+        run.blocks.append(block)
+        run.last = block.parent
+        past.run = run
+        if not run.listed and not block.children:
+            self._list(run)
         if self._teaches:
-            self.reuse.add(block.key, of, block.use.time)
-        self._put(block, of)
+            self.reuse.add(block.key, of, use.time)
         self._releases += 1
         if self._teaches and (self._releases % FIT_EVERY == 0 or self._releases == FIT_EVERY // 8):
             self.reuse.fit(self._now)
         if self._fits != self.reuse.fits:
             self._fits = self.reuse.fits
+            self._worth = self.reuse.worth.tolist()
             self._sort()
             self._rank()
         elif self._releases % SORT_EVERY == 0 and self._sorted < self._now:
             self._sort()
 
     def leaf(self, block: Block) -> None:
-        place = self._of.get(block)
-        if place is not None:
-            place.queue.ready(block)
-            self._list(place, block.use.time)
+        run = self._past[block].run
+        if run is not None and not run.listed:
+            self._list(run)
 
     def remove(self, block: Block, *, evicted: bool) -> None:
-        self._take(block)
         past = self._past.pop(block)
+        past.run = None
         if evicted:
             assert block.key is not None
             self._gone.add(block.key, past)
@@ -131,28 +143,23 @@ class Gittins(Policy):
     def victim(self) -> Block | None:
         heap = self._heap
         while heap:
-            _, time, _, place = heap[0]
-            block = place.queue.first() if time == place.listed else None
-            if block is None:
-                heapq.heappop(heap)
-                if time == place.listed:
-                    place.listed = math.inf
-            elif block.use.time <= time:
-                return block
-            else:  # its first block is a younger one by now
-                place.listed = block.use.time
-                heapq.heapreplace(heap, (place.worth, place.listed, place.number, place))
+            worth, _, _, run = heap[0]
+            if run.listed and run.worth == worth:
+                block = self._first(run)
+                if block is not None and not block.children:
+                    return block
+                run.listed = False
+            heapq.heappop(heap)
         return None
 
     # -- classes ----------------------------------------------------------------------------------------
 
-    def _class(self, block: Block) -> int:
-        use, past = block.use, self._past[block]
+    def _class(self, block: Block, past: Past) -> int:
+        use = block.use
         if use is not self._use:  # what the blocks of a request have in common is looked at once
             self._use = use
             self._classes = {}
-        uses, sessions = min(past.uses, 5), min(past.sessions.bit_length(), 5)
-        short = (block.kind, uses, sessions, block.size < self._largest)
+        short = (block.kind, past.uses, past.sessions, block.size < self._largest)
         number = self._classes.get(short)
         if number is None:
             traits = Traits(
@@ -162,8 +169,8 @@ class Gittins(Policy):
                 min(use.turn, 3),
                 not use.session.startswith("#"),
                 -1 if use.returns is None else int(use.returns * 4),
-                uses,
-                sessions,
+                min(past.uses, 5),
+                min(past.sessions.bit_length(), 5),
                 block.size < self._largest,
             )
             number = self._classes[short] = self.reuse.number(traits)
@@ -171,78 +178,65 @@ class Gittins(Policy):
 
     # -- order ------------------------------------------------------------------------------------------
 
-    def _put(self, block: Block, of: int) -> None:
-        time = block.use.time
-        place = self._place(of, 0 if time == self._now else age_bin(self._now - time))
-        place.queue.append(block)
-        self._of[block] = place
-        self._list(place, time)
+    def _begin(self, of: int, time: float) -> Run:
+        self._made += 1
+        run = self._run = Run(of, time, self._made)
+        self._age(run)
+        return run
 
-    def _place(self, of: int, at: int) -> Place:
-        place = self._places.get((of, at))
-        if place is None:
-            self._made += 1
-            place = self._places[of, at] = Place(of, at, self._made)
-            self._value(place)
-        return place
+    def _first(self, run: Run) -> Block | None:
+        """The first block that is still in the run."""
+        blocks, past = run.blocks, self._past
+        while blocks:
+            block = blocks[0]
+            known = past.get(block)
+            if known is not None and known.run is run:
+                return block
+            blocks.popleft()
+        return None
 
-    def _take(self, block: Block) -> None:
-        place = self._of.pop(block, None)
-        if place is not None:
-            place.queue.remove(block)
+    def _list(self, run: Run) -> None:
+        run.listed = True
+        heapq.heappush(self._heap, (run.worth, run.time, run.number, run))
 
-    def _list(self, place: Place, time: float) -> None:
-        """A block last used at `time` may be the first of `place`."""
-        if time < place.listed:
-            place.listed = time
-            heapq.heappush(self._heap, (place.worth, time, place.number, place))
-        due = time + ENDS[place.bin]
-        if due < place.due:
-            place.due = due
+    def _age(self, run: Run) -> None:
+        """Put `run` where those of its age are."""
+        run.bin = age_bin(self._now - run.time)
+        self._ages[run.bin].append(run)
+        worth = self._value(run)
+        if worth != run.worth:
+            run.worth = worth
+            if run.listed:
+                self._list(run)
 
-    def _value(self, place: Place) -> None:
-        worth = self.reuse.worth
-        place.worth = float(worth[place.of, place.bin]) if place.of < len(worth) else math.inf
+    def _value(self, run: Run) -> float:
+        if self._by_recency:
+            return 0.0
+        return self._worth[run.of][run.bin] if run.of < len(self._worth) else math.inf
 
     def _sort(self) -> None:
-        """Move blocks on to the bin of their age."""
+        """Move runs on to the bin of their age."""
         now = self._sorted = self._now
-        for place in [place for place in self._places.values() if place.due <= now]:
-            place.due = math.inf
-            if place.bin == BINS - 1:
-                continue
-            older = place.queue.take_unused_since(now - ENDS[place.bin])
-            oldest = place.queue.oldest()
-            if oldest is not None:
-                place.due = oldest.use.time + ENDS[place.bin]
-            if not older:
-                continue
-            # Millions of moves in a long trace: at once where all go to the same bin.
-            times = [block.use.time for block in older]
-            first, last = min(times), max(times)
-            if age_bin(now - first) == age_bin(now - last):
-                self._move(older, place.of, first)
-            else:
-                for time, blocks in groupby(older, key=_time):
-                    self._move(list(blocks), place.of, time)
-
-    def _move(self, blocks: list[Block], of: int, time: float) -> None:
-        """Put `blocks` of class `of`, the oldest last used at `time`, where those of their age are."""
-        place = self._place(of, age_bin(self._now - time))
-        place.queue.extend(blocks)
-        self._of.update(dict.fromkeys(blocks, place))
-        self._list(place, time)
+        for runs, end in zip(self._ages[-2::-1], ENDS[-2::-1], strict=True):  # the oldest come first in the next one, too
+            while runs and now - runs[0].time >= end:
+                run = runs.popleft()
+                if self._first(run) is None:
+                    run.bin = -1
+                else:
+                    self._age(run)
 
     def _rank(self) -> None:
-        """Order the places by what they are worth now."""
-        for key in [key for key, place in self._places.items() if not len(place.queue)]:
-            del self._places[key]
-        for place in self._places.values():
-            self._value(place)
-            place.listed = -math.inf
-        self._heap = [(place.worth, place.listed, place.number, place) for place in self._places.values()]
+        """Order the runs by what they are worth now."""
+        self._heap.clear()
+        for age, runs in enumerate(self._ages):
+            kept: deque[Run] = deque()
+            for run in runs:
+                if self._first(run) is None:
+                    run.bin = -1
+                    continue
+                kept.append(run)
+                run.worth = self._value(run)
+                if run.listed:
+                    self._heap.append((run.worth, run.time, run.number, run))
+            self._ages[age] = kept
         heapq.heapify(self._heap)
-
-
-def _time(block: Block) -> float:
-    return block.use.time

@@ -1,0 +1,28 @@
+"""A run: a piece of a chain that a request used, all of one class of blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ostinato.cache.block import Block
+
+
+class Run:
+    """Blocks of equal worth, the leaf first and each of them the parent of the one before.
+
+    So only the first can be a leaf of what is cached, and policies that rank runs need not look at single blocks.
+    """
+
+    __slots__ = ("bin", "blocks", "last", "listed", "number", "of", "time", "worth")
+
+    def __init__(self, of: int, time: float, number: int) -> None:
+        self.of, self.time, self.number = of, time, number
+        self.blocks: deque[Block] = deque()
+        """Those released into the run; of some it does not know yet that they have left it."""
+        self.last = b""
+        """Key of the parent of the last block."""
+        self.bin = 0
+        """Of its age; negative once it is forgotten."""
+        self.worth = 0.0
+        self.listed = False
+        """Its first block may be a leaf, so it stands in the order of victims."""
