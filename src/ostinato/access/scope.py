@@ -70,9 +70,9 @@ def narrower(a: Scope, b: Scope, *, asker: Scope) -> Scope:
         return a
     if b.within(a):
         return b
-    if rank(a.level) != rank(b.level):
-        return a if rank(a.level) > rank(b.level) else b
-    return asker
+    # What has no resource is the asker's own, or its organisation's.
+    low = max(a, b, key=lambda scope: rank(scope.level))
+    return asker if low.resource or rank(a.level) == rank(b.level) else low
 
 
 class Secrets(Protocol):

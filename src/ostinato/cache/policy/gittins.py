@@ -81,6 +81,7 @@ class Gittins(Policy):
     def by_recency(self, value: bool) -> None:
         if value != self._by_recency:
             self._by_recency = value
+            self.switches = getattr(self,"switches",0)+1
             self._rank()
 
     def arrive(self, use: Use) -> None:

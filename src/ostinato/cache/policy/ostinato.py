@@ -1,7 +1,6 @@
-"""The policy of our own: what is learned of reuse decides, unless a simpler rule does better at the time.
+"""The policy of our own: what is learned of reuse decides, unless recency does better at the time.
 
-Which rule does best is seen from a shadow of each, a miniature simulation (see `shadow`); all rank the blocks of the
-cache all the time, so that any of them can go on from where another has stopped.
+Which does better is seen from a shadow of each, a miniature simulation (see `shadow`).
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from ostinato.cache.block import Block
-from ostinato.cache.policy.base import Policy
-from ostinato.cache.policy.gdsf import GDSF
 from ostinato.cache.policy.gittins import Gittins
 from ostinato.cache.policy.lru import LRU
 from ostinato.cache.policy.shadow import Shadow
@@ -36,56 +33,32 @@ class Request:
     """How many are the prompt's."""
 
 
-class Ostinato(Policy):
+class Ostinato(Gittins):
     """The policy for a cache of `blocks` blocks."""
 
     def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
         self._stride = max(1, blocks // SHADOW)
         small = max(1, blocks // self._stride)
         self._horizon = HORIZON * small
-        self._gittins, self._lru, self._gdsf = Gittins(blocks), LRU(), GDSF()
-        self.rules: tuple[Policy, ...] = (self._gittins, self._lru, self._gdsf)
-        shadows = (Gittins(small, self._gittins.reuse), LRU(), GDSF())
-        self.shadows = tuple(Shadow(policy, small) for policy in shadows)
-        self.rule: Policy = self._gittins
-        """The one that decides."""
+        self.learned, self.recent = Shadow(Gittins(small, self.reuse), small), Shadow(LRU(), small)
         self._requests: dict[int, Request] = {}
         """Sampled blocks of each request that has not ended, by the identity of its use."""
 
-    def arrive(self, use: Use) -> None:
-        self._gittins.arrive(use)
-
     def insert(self, block: Block) -> None:
-        self._gittins.insert(block)
+        super().insert(block)
         self._note(block, block.use, asked=block.kind != "decode")
 
     def hit(self, block: Block, use: Use) -> None:
-        self._gittins.hit(block, use)
-        self._lru.hit(block, use)
-        self._gdsf.hit(block, use)
+        super().hit(block, use)
         self._note(block, use, asked=True)
 
     def release(self, block: Block) -> None:
-        self._gittins.release(block)
-        self._lru.release(block)
-        self._gdsf.release(block)
+        super().release(block)
         if self._requests:
             request = self._requests.pop(id(block.use), None)
             if request is not None:
                 self._compare(request)
-
-    def leaf(self, block: Block) -> None:
-        self._gittins.leaf(block)
-        self._lru.leaf(block)
-        self._gdsf.leaf(block)
-
-    def remove(self, block: Block, *, evicted: bool) -> None:
-        self._gittins.remove(block, evicted=evicted)
-        self._lru.remove(block, evicted=evicted)
-        self._gdsf.remove(block, evicted=evicted)
-
-    def victim(self) -> Block | None:
-        return self.rule.victim()
 
     def _note(self, block: Block, use: Use, *, asked: bool) -> None:
         assert block.key is not None
@@ -102,9 +75,8 @@ class Ostinato(Policy):
     def _compare(self, request: Request) -> None:
         """A request has ended: see what each rule would have found."""
         fade = math.exp(-request.asked / self._horizon)
-        for each in self.shadows:
+        for each in (self.learned, self.recent):
             each.score = fade * each.score + each.ask(request.use, request.chain, request.asked)
-        scores = [each.score for each in self.shadows]
-        best = max(scores)
-        if best > scores[self.rules.index(self.rule)]:
-            self.rule = self.rules[scores.index(best)]
+        lead = self.learned.score - self.recent.score
+        if lead:
+            self.by_recency = lead < 0
