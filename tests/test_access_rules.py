@@ -7,7 +7,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -291,9 +291,10 @@ def meet(a: Place, b: Place, me: Place) -> Place:
         return a
     if inside(b, a):
         return b
-    if a.level != b.level:
-        return max(a, b, key=lambda place: LEVELS.index(place.level))
-    return me
+    low = max(a, b, key=lambda place: LEVELS.index(place.level))
+    if low.level == "session":
+        return replace(low, paper="")
+    return me if low.paper or a.level == b.level else low
 
 
 @dataclass(eq=False)

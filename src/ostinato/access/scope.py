@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 from ostinato.cache.keys import encode_fields
@@ -70,9 +70,11 @@ def narrower(a: Scope, b: Scope, *, asker: Scope) -> Scope:
         return a
     if b.within(a):
         return b
-    # What has no resource is the asker's own, or its organisation's.
     low = max(a, b, key=lambda scope: rank(scope.level))
-    return asker if low.resource or rank(a.level) == rank(b.level) else low
+    if low.level == "session":
+        return replace(low, resource="")  # what belongs to a session has no other readers than its user
+    # What has no resource is the asker's own, or its organisation's.
+    return asker if low.resource or a.level == b.level else low
 
 
 class Secrets(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from typing import Literal
 
 from ostinato.cache.block import Block
 from ostinato.cache.policy.base import Policy
@@ -22,6 +23,8 @@ FIT_EVERY = 2048
 """Releases between two fits."""
 SORT_EVERY = 64
 """Releases between two looks at the ages of the oldest blocks."""
+
+Rule = Literal["learned", "recency", "gdsf"]
 
 
 class Past:
@@ -54,7 +57,10 @@ class Gittins(Policy):
         self._teaches = reuse is None
         self._fits = 0
         self._now = 0.0
-        self._by_recency = False
+        self.rule: Rule = "learned"
+        """What it evicts by."""
+        self._level = 0.0
+        """Priority, by GDSF, of what was evicted last."""
         self._worth: list[list[float]] = []
         self._ages: list[deque[Run]] = [deque() for _ in range(BINS)]
         """Runs by their age, the oldest first."""
@@ -67,21 +73,15 @@ class Gittins(Policy):
         self._sorted = 0.0
         self._made = 0
         self._use = NOBODY
-        self._run = Run(0, 0.0, 0)
+        self._run = Run(0, 0.0, 0, 0.0)
         """The run that was released into last."""
         self._classes: dict[tuple[TokenType, int, int, bool], int] = {}
         """Classes of blocks that `_use` used last."""
 
-    @property
-    def by_recency(self) -> bool:
-        """Whether it evicts by recency for now, whatever it has learned."""
-        return self._by_recency
-
-    @by_recency.setter
-    def by_recency(self, value: bool) -> None:
-        if value != self._by_recency:
-            self._by_recency = value
-            self.switches = getattr(self,"switches",0)+1
+    def go_by(self, rule: Rule) -> None:
+        """Rank by `rule` from now on."""
+        if rule != self.rule:
+            self.rule = rule
             self._rank()
 
     def arrive(self, use: Use) -> None:
@@ -110,7 +110,7 @@ class Gittins(Policy):
         past, use, run = self._past[block], block.use, self._run
         of = self._class(block, past)
         if run.last != block.key or run.of != of or run.time != use.time or run.bin < 0:
-            run = self._begin(of, use.time)
+            run = self._begin(of, block)
         run.blocks.append(block)
         run.last = block.parent
         past.run = run
@@ -136,10 +136,12 @@ class Gittins(Policy):
 
     def remove(self, block: Block, *, evicted: bool) -> None:
         past = self._past.pop(block)
-        past.run = None
         if evicted:
             assert block.key is not None
+            if past.run is not None and past.run.priority > self._level:
+                self._level = past.run.priority
             self._gone.add(block.key, past)
+        past.run = None
 
     def victim(self) -> Block | None:
         heap = self._heap
@@ -179,9 +181,10 @@ class Gittins(Policy):
 
     # -- order ------------------------------------------------------------------------------------------
 
-    def _begin(self, of: int, time: float) -> Run:
+    def _begin(self, of: int, leaf: Block) -> Run:
         self._made += 1
-        run = self._run = Run(of, time, self._made)
+        priority = self._level + leaf.uses * leaf.cost / max(leaf.size, 1)
+        run = self._run = Run(of, leaf.use.time, self._made, priority)
         self._age(run)
         return run
 
@@ -211,8 +214,10 @@ class Gittins(Policy):
                 self._list(run)
 
     def _value(self, run: Run) -> float:
-        if self._by_recency:
+        if self.rule == "recency":
             return 0.0
+        if self.rule == "gdsf":
+            return run.priority
         return self._worth[run.of][run.bin] if run.of < len(self._worth) else math.inf
 
     def _sort(self) -> None:

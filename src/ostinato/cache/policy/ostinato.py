@@ -1,6 +1,6 @@
-"""The policy of our own: what is learned of reuse decides, unless recency does better at the time.
+"""The policy of our own: what is learned of reuse decides, unless recency or GDSF does better at the time.
 
-Which does better is seen from a shadow of each, a miniature simulation (see `shadow`).
+Which does best is seen from a shadow of each, a miniature simulation (see `shadow`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from ostinato.cache.block import Block
-from ostinato.cache.policy.gittins import Gittins
+from ostinato.cache.policy.gdsf import GDSF
+from ostinato.cache.policy.gittins import Gittins, Rule
 from ostinato.cache.policy.lru import LRU
 from ostinato.cache.policy.shadow import Shadow
 from ostinato.cache.use import Use
@@ -41,7 +42,11 @@ class Ostinato(Gittins):
         self._stride = max(1, blocks // SHADOW)
         small = max(1, blocks // self._stride)
         self._horizon = HORIZON * small
-        self.learned, self.recent = Shadow(Gittins(small, self.reuse), small), Shadow(LRU(), small)
+        self.shadows: dict[Rule, Shadow] = {
+            "learned": Shadow(Gittins(small, self.reuse), small),
+            "recency": Shadow(LRU(), small),
+            "gdsf": Shadow(GDSF(), small),
+        }
         self._requests: dict[int, Request] = {}
         """Sampled blocks of each request that has not ended, by the identity of its use."""
 
@@ -75,8 +80,8 @@ class Ostinato(Gittins):
     def _compare(self, request: Request) -> None:
         """A request has ended: see what each rule would have found."""
         fade = math.exp(-request.asked / self._horizon)
-        for each in (self.learned, self.recent):
+        for each in self.shadows.values():
             each.score = fade * each.score + each.ask(request.use, request.chain, request.asked)
-        lead = self.learned.score - self.recent.score
-        if lead:
-            self.by_recency = lead < 0
+        best = max(self.shadows, key=lambda rule: self.shadows[rule].score)
+        if self.shadows[best].score > self.shadows[self.rule].score:
+            self.go_by(best)

@@ -13,10 +13,12 @@ class Run:
     So only the first can be a leaf of what is cached, and policies that rank runs need not look at single blocks.
     """
 
-    __slots__ = ("bin", "blocks", "last", "listed", "number", "of", "time", "worth")
+    __slots__ = ("bin", "blocks", "last", "listed", "number", "of", "priority", "time", "worth")
 
-    def __init__(self, of: int, time: float, number: int) -> None:
+    def __init__(self, of: int, time: float, number: int, priority: float) -> None:
         self.of, self.time, self.number = of, time, number
+        self.priority = priority
+        """Of its first block, by GDSF."""
         self.blocks: deque[Block] = deque()
         """Those released into the run; of some it does not know yet that they have left it."""
         self.last = b""
