@@ -104,7 +104,9 @@ def serving(folder: Path, kv_tokens: int, release_once: bool) -> Generator[tuple
     environment = os.environ | {"OSTINATO_ACCESS": str(state)}
     with (
         Access(state) as access,
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment) as process,
+        subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+        ) as process,
     ):
         try:
             assert process.stderr

@@ -102,7 +102,9 @@ class Gittins(Policy):
 
     def hit(self, block: Block, use: Use) -> None:
         past = self._past[block]
-        past.run = None
+        if past.run is not None:
+            past.run.held -= 1
+            past.run = None
         past.add(use)
 
     def release(self, block: Block) -> None:
@@ -112,6 +114,7 @@ class Gittins(Policy):
         if run.last != block.key or run.of != of or run.time != use.time or run.bin < 0:
             run = self._begin(of, block)
         run.blocks.append(block)
+        run.held += 1
         run.last = block.parent
         past.run = run
         if not run.listed and not block.children:
@@ -136,12 +139,15 @@ class Gittins(Policy):
 
     def remove(self, block: Block, *, evicted: bool) -> None:
         past = self._past.pop(block)
+        run = past.run
+        if run is not None:
+            run.held -= 1
+            past.run = None
+            if evicted and run.priority > self._level:
+                self._level = run.priority
         if evicted:
             assert block.key is not None
-            if past.run is not None and past.run.priority > self._level:
-                self._level = past.run.priority
             self._gone.add(block.key, past)
-        past.run = None
 
     def victim(self) -> Block | None:
         heap = self._heap
@@ -223,10 +229,11 @@ class Gittins(Policy):
     def _sort(self) -> None:
         """Move runs on to the bin of their age."""
         now = self._sorted = self._now
-        for runs, end in zip(self._ages[-2::-1], ENDS[-2::-1], strict=True):  # the oldest come first in the next one, too
+        for at in range(BINS - 2, -1, -1):  # in this order older runs stay before younger ones
+            runs, end = self._ages[at], ENDS[at]
             while runs and now - runs[0].time >= end:
                 run = runs.popleft()
-                if self._first(run) is None:
+                if not run.held:
                     run.bin = -1
                 else:
                     self._age(run)
@@ -237,7 +244,7 @@ class Gittins(Policy):
         for age, runs in enumerate(self._ages):
             kept: deque[Run] = deque()
             for run in runs:
-                if self._first(run) is None:
+                if not run.held:
                     run.bin = -1
                     continue
                 kept.append(run)

@@ -9,6 +9,7 @@ all times to stay from now on (Gittins 1979; LHD, NSDI 2018, ranks by a similar 
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_right
 from typing import NamedTuple
 from zlib import crc32
@@ -76,9 +77,9 @@ class Reuse:
         """Blocks that were new to the cache."""
         self._turnovers = COVER * blocks
         self._stride = 1
-        self._start = [0.0] * WATCHED
-        self._gap = [math.inf] * WATCHED
-        self._class = [0] * WATCHED
+        self._start = array("d", [0.0]) * WATCHED  # arrays, which a fit reads without copies
+        self._gap = array("d", [math.inf]) * WATCHED
+        self._class = array("q", [0]) * WATCHED
         self._key: list[bytes] = [b""] * WATCHED
         self._latest: dict[bytes, int] = {}
         self._count = 0
@@ -113,9 +114,9 @@ class Reuse:
         self._stride *= 2
         kept = [at for at, key in enumerate(self._key) if not crc32(key) % self._stride]
         place = {at: number for number, at in enumerate(kept)}
-        self._start[: len(kept)] = [self._start[at] for at in kept]
-        self._gap[: len(kept)] = [self._gap[at] for at in kept]
-        self._class[: len(kept)] = [self._class[at] for at in kept]
+        self._start[: len(kept)] = array("d", [self._start[at] for at in kept])
+        self._gap[: len(kept)] = array("d", [self._gap[at] for at in kept])
+        self._class[: len(kept)] = array("q", [self._class[at] for at in kept])
         self._key[: len(kept)] = [self._key[at] for at in kept]
         self._latest = {key: place[at] for key, at in self._latest.items() if at in place}
         self._count = len(kept)
@@ -124,8 +125,9 @@ class Reuse:
         """Renew `worth`."""
         count = min(self._count, WATCHED)
         names = list(self.classes)
-        gap, start = np.array(self._gap[:count]), np.array(self._start[:count])
-        of = np.array(self._class[:count])
+        gap: Array = np.frombuffer(self._gap)[:count]
+        start: Array = np.frombuffer(self._start)[:count]
+        of: NDArray[np.int64] = np.frombuffer(self._class, np.int64)[:count]
         reused = np.isfinite(gap)
         age = np.maximum(np.where(reused, gap, now - start), 0)
         bins = np.minimum(BINS - 1, (2 * np.log2(1 + age)).astype(np.int64))

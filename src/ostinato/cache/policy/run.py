@@ -13,7 +13,7 @@ class Run:
     So only the first can be a leaf of what is cached, and policies that rank runs need not look at single blocks.
     """
 
-    __slots__ = ("bin", "blocks", "last", "listed", "number", "of", "priority", "time", "worth")
+    __slots__ = ("bin", "blocks", "held", "last", "listed", "number", "of", "priority", "time", "worth")
 
     def __init__(self, of: int, time: float, number: int, priority: float) -> None:
         self.of, self.time, self.number = of, time, number
@@ -21,6 +21,8 @@ class Run:
         """Of its first block, by GDSF."""
         self.blocks: deque[Block] = deque()
         """Those released into the run; of some it does not know yet that they have left it."""
+        self.held = 0
+        """How many have not."""
         self.last = b""
         """Key of the parent of the last block."""
         self.bin = 0
