@@ -187,14 +187,16 @@ def test_a_token_may_reach_over_the_trigger(engine: Engine) -> None:
     tokenizer = engine.tokenizer
     both = next(t for t in range(49_000) if tokenizer.token_bytes(t)[:1] == b">" < tokenizer.token_bytes(t))
     more = tokenizer.token_bytes(both)[1:].decode()
-    matcher = engine._grammars.matcher(Grammar(f"start: {json.dumps(more + 'yes')}", trigger="<call>"))  # pyright: ignore[reportPrivateUsage]
+    matcher = engine._intake._grammars.matcher(
+        Grammar(f"start: {json.dumps(more + 'yes')}", trigger="<call>")
+    )  # pyright: ignore[reportPrivateUsage]
     for token in (*tokenizer.encode("so <call", add_bos=False), both):
         assert matcher.mask() is None
         matcher.take(token)
     mask = matcher.mask()
     assert mask is not None
     assert {tokenizer.token_bytes(int(t)) for t in mask.nonzero()[0]} <= {b"y", b"ye", b"yes"}
-    other = engine._grammars.matcher(Grammar('start: "yes"', trigger="<call>"))  # pyright: ignore[reportPrivateUsage]
+    other = engine._intake._grammars.matcher(Grammar('start: "yes"', trigger="<call>"))  # pyright: ignore[reportPrivateUsage]
     for token in (*tokenizer.encode("so <call", add_bos=False), both):
         other.take(token)
     assert other.mask() is None

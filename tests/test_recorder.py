@@ -89,7 +89,7 @@ def test_a_recording_tells_blocks_apart_and_no_more(tiny_model: Path, tmp_path: 
         int, float, str, bool, list,
     }  # fmt: skip
     assert {value for r in (first, second, third) for value in r.values() if isinstance(value, str)} == {
-        "1", "2", "public",
+        "1", "2", "user",
     }  # fmt: skip
     assert {kind for kind, _ in first["kinds"]} == {"template", "user"}
     assert 0 <= first["time"] <= second["time"] <= third["time"] < 60

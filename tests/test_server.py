@@ -348,7 +348,7 @@ def test_client_leaves_while_its_prompt_is_encoded(
     url: str, client: openai.OpenAI, exact_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = exact_engine.stats()
-    begun, proceed, encode = threading.Event(), threading.Event(), exact_engine.encode
+    begun, proceed, encode = threading.Event(), threading.Event(), exact_engine._intake.encode  # pyright: ignore[reportPrivateUsage]
 
     def slow(prompt: Any, **options: Any) -> Any:
         begun.set()
@@ -356,7 +356,7 @@ def test_client_leaves_while_its_prompt_is_encoded(
         return encode(prompt, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(exact_engine, "encode", slow)
+        patch.setattr(exact_engine._intake, "encode", slow)  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url + CHAT, json=LONG, timeout=httpx.Timeout(DEADLINE, read=0.5))
         assert begun.wait(DEADLINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -59,12 +60,14 @@ def cache_control(value: object, at: str) -> CacheControl:
 
 def seconds(duration: object, at: str) -> float:
     """A duration such as "5m", "1h" or "24h", or a number of seconds; `InvalidRequestError` names `at`."""
+    value = math.nan
     if isinstance(duration, str):
-        value = parse_duration(duration, at, least=0)
-    elif isinstance(duration, int | float) and not isinstance(duration, bool) and math.isfinite(duration):
+        with suppress(InvalidRequestError):
+            value = parse_duration(duration, least=0)
+    elif isinstance(duration, int | float) and not isinstance(duration, bool):
         value = float(duration)
-    else:
-        raise InvalidRequestError(f'{at} must be a duration such as "5m", "1h" or "24h".', param=at)
     if not 0 <= value <= MAX_TTL:
-        raise InvalidRequestError(f"{at} must be between 0 (not kept) and 366d.", param=at)
+        raise InvalidRequestError(
+            f'{at} must be a duration such as "5m", "1h" or "24h", from 0s (not kept) to 366d.', param=at
+        )
     return value

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from ostinato.access.scope import Level, rank
 from ostinato.errors import InvalidRequestError
-from ostinato.prompt.cache_control import NONE, CacheControl, cache_control
+from ostinato.prompt.cache_control import CacheControl, cache_control
 from ostinato.prompt.chat import Chat
 from ostinato.prompt.schema import Document, Documents, Item, SchemaPrompt, Turn
 from ostinato.prompt.tools import in_turns, parts_of
@@ -251,7 +251,8 @@ def _turn(message: Mapping[str, Any], default: Level) -> Turn:
     parts = parts_of(message)
     whole = cache_control(message.get("cache_control"), "")
     controls = [cache_control(part.get("cache_control"), "") for part in parts]
-    levels: list[Level] = [control.level or whole.level or default for control in controls]
+    named = [control.level or whole.level for control in controls]
+    levels: list[Level] = [level or default for level in named]
     ttls = [ttl for ttl in (whole.ttl, *(control.ttl for control in controls)) if ttl is not None]
-    control = CacheControl(max(levels, key=rank), min(ttls, default=None)) if levels else NONE
+    control = CacheControl(max(levels, key=rank) if any(named) else None, min(ttls, default=None))
     return Turn(message["role"], "".join(part["text"] for part in parts), control=control)
