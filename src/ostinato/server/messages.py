@@ -251,7 +251,7 @@ def _turn(message: Mapping[str, Any], default: Level) -> Turn:
     parts = parts_of(message)
     whole = cache_control(message.get("cache_control"), "")
     controls = [cache_control(part.get("cache_control"), "") for part in parts]
-    named = [control.level or whole.level for control in controls]
+    named: list[Level | None] = [control.level or whole.level for control in controls]
     levels: list[Level] = [level or default for level in named]
     ttls = [ttl for ttl in (whole.ttl, *(control.ttl for control in controls)) if ttl is not None]
     control = CacheControl(max(levels, key=rank) if any(named) else None, min(ttls, default=None))
