@@ -150,7 +150,9 @@ def ask(client: httpx.Client, prompt: list[int], scope: str | None) -> tuple[flo
 def probe(prober: Prober, probes: int, seed: int, progress: Progress) -> Result:
     """Time one prober's probes."""
     draw = random.Random(f"{prober.name} {seed}")
-    prompts = [[draw.randrange(1000, 40_000) for _ in range(TOKENS)] for _ in range(probes)]
+    # No two begin alike, or a probe would hit what the prober itself has asked.
+    firsts = draw.sample(range(1000, 40_000), probes)
+    prompts = [[first, *(draw.randrange(1000, 40_000) for _ in range(TOKENS - 1))] for first in firsts]
     asked = prompts[: probes // 2]
     task = progress.add_task(prober.name, total=len(asked) + probes)
     times: dict[bool, list[float]] = {True: [], False: []}
