@@ -167,11 +167,14 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "data": "A document."
             },
             "session",
         ),
-        ({"content": [DOCUMENT, {"type": "text", "text": "a"}]}, "org"),
+        ({"content": [DOCUMENT, {"type": "text", "text": "a"}]}, None),
     ],
 )
-def test_a_message_beside_documents_has_the_narrowest_scope_of_its_parts(message: Any, levels: str) -> None:
-    """Also where the whole request asks for a wider one, or a part says only how long it may stay."""
+def test_a_message_beside_documents_has_the_narrowest_scope_of_its_parts(
+    message: Any, levels: str | None
+) -> None:
+    """Also where the whole request asks for a wider one, or a part says only how long it may stay; a message that says
+    nothing has the request's."""
     asked = {"model": "m", "messages": [{"role": "user"} | message], "cache_control": {"scope": "org"}}
     prompt = ChatCompletionRequest(**asked).prompts()[0]
     assert isinstance(prompt, SchemaPrompt)
