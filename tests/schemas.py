@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 from hypothesis import strategies as st
@@ -47,8 +46,23 @@ def byte_tokenizer(*, adds_bos: bool = False, chat_template: str | None = None) 
     )
 
 
+MODULES = 40
+"""About so many names, no more modules are begun: now and then a tree would have thousands, which take minutes."""
+
+
+class Names:
+    """Numbers for names, each given once."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __next__(self) -> int:
+        self.given += 1
+        return self.given - 1
+
+
 @st.composite
-def children(draw: st.DrawFn, names: Iterator[int], depth: int, *, roles: bool) -> tuple[Child, ...]:
+def children(draw: st.DrawFn, names: Names, depth: int, *, roles: bool) -> tuple[Child, ...]:
     """Content of a schema or a module. Names are unique in all of it, which is more than is asked for."""
     made: list[Child] = []
     kinds = ["text", "text", "parameter", "module", "module", "union", *(["role"] if roles else [])]
@@ -63,6 +77,8 @@ def children(draw: st.DrawFn, names: Iterator[int], depth: int, *, roles: bool) 
         elif kind == "role":
             content = draw(children(names, depth, roles=False))
             made.append(Role(draw(st.sampled_from(["system", "user", "assistant"])), content))
+        elif names.given > MODULES:
+            continue
         elif depth and kind == "module":
             made.append(draw(modules(names, depth, roles=roles)))
         elif depth:
@@ -73,7 +89,7 @@ def children(draw: st.DrawFn, names: Iterator[int], depth: int, *, roles: bool) 
 
 
 @st.composite
-def modules(draw: st.DrawFn, names: Iterator[int], depth: int, *, roles: bool) -> Module:
+def modules(draw: st.DrawFn, names: Names, depth: int, *, roles: bool) -> Module:
     content = draw(children(names, depth - 1, roles=roles))
     cache, isolated = draw(st.sampled_from([(True, False)] * 4 + [(False, False), (True, True)]))
     return Module(f"m{next(names)}", content, cache, isolated)
@@ -82,7 +98,7 @@ def modules(draw: st.DrawFn, names: Iterator[int], depth: int, *, roles: bool) -
 @st.composite
 def schemas(draw: st.DrawFn, *, scaffolds: bool = True, roles: bool = True) -> Schema:
     """A schema of any shape, up to four levels of modules."""
-    content = draw(children(itertools.count(), 4, roles=roles))
+    content = draw(children(Names(), 4, roles=roles))
     paths = [path for path in _paths(content) if _importable(content, path)]
     if scaffolds and len(paths) > 1 and draw(st.booleans()):
         chosen = draw(st.lists(st.sampled_from(paths), min_size=2, max_size=4, unique=True))
