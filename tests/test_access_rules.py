@@ -30,7 +30,7 @@ from ostinato.prompt.resolve import ReuseMode
 from ostinato.prompt.schema import SchemaPrompt, Turn
 from ostinato.prompt.scopes import Asker, scoped
 from ostinato.prompt.span import Span, plain
-from ostinato.server.library import Library
+from ostinato.server.lookup import Lookup
 from ostinato.server.openai import ChatCompletionRequest
 from server_fixtures import CHAT, DEADLINE, serving
 
@@ -71,7 +71,7 @@ def over_documents(engine: Engine, access: Access, principal: Principal, ids: li
     if "system" in said:
         messages.insert(0, {"role": "system", "content": said["system"]})
     prompt = ChatCompletionRequest(model="m", messages=messages).prompts()[0]
-    resolved = Library(engine, access).resolve(prompt, principal, mode=mode, link_tokens=16)  # type: ignore[arg-type]
+    resolved = Lookup(engine, access).resolve(prompt, principal, mode=mode, link_tokens=16)  # type: ignore[arg-type]
     return engine.generate(resolved.prompt, ONE, principal=principal, scope=scope)
 
 
@@ -220,7 +220,7 @@ def test_explanations_of_what_is_forgotten_are_gone(tiny: Engine, access: Access
             }
         ],
     ).prompts()[0]
-    resolved = Library(tiny, access).resolve(prompt, ALICE, link_tokens=16)  # type: ignore[arg-type]
+    resolved = Lookup(tiny, access).resolve(prompt, ALICE, link_tokens=16)  # type: ignore[arg-type]
     tiny.generate(resolved.prompt, ONE, principal=ALICE, request_id="r2")
     assert "secret" in repr(tiny.explain("r1", ALICE))
     assert "The plan is" in repr(tiny.explain("r2", ALICE))

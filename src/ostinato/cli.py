@@ -23,6 +23,7 @@ from rich.table import Column, Table
 
 from ostinato import __version__
 from ostinato.access.cli import AUDIT_EXAMPLES, audit, groups_app, issuers_app, keys_app
+from ostinato.access.principal import LOOPBACK
 from ostinato.access.scope import LEVELS, Level, Scope
 from ostinato.cache.policy import DEFAULT_POLICY, POLICIES
 from ostinato.errors import InvalidRequestError, ModelNotFoundError, OstinatoError
@@ -30,7 +31,7 @@ from ostinato.lab.cli import EXAMPLES, replay, train_predictor
 from ostinato.prompt.cli import schema_app
 from ostinato.prompt.pml import load_schema
 from ostinato.server.cli import EXPLAIN_EXAMPLE, FORGET_EXAMPLES, explain, forget
-from ostinato.terminal import err, fail, open_engine, progress_bar
+from ostinato.terminal import AsJson, err, fail, open_engine, progress_bar
 
 if TYPE_CHECKING:
     from ostinato.access.access import Access
@@ -51,8 +52,6 @@ app = typer.Typer(
 
 app.add_typer(schema_app, name="schema")
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 Model = Annotated[
     str, typer.Argument(help="A name from `ostinato models`, a Hugging Face folder, or a .gguf file.")
 ]
@@ -61,7 +60,6 @@ KvTokens = Annotated[
     typer.Option(min=1, help="Size of the KV pool in tokens. Default: a quarter of the free memory."),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16 or float32 (exact, slower).")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def main() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from ostinato.engine.engine import Engine
 
 err = Console(stderr=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+"""The option of every command that prints a table."""
 
 
 @contextmanager

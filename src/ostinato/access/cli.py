@@ -22,7 +22,7 @@ from rich.table import Column, Table
 
 from ostinato.access.durations import parse_duration
 from ostinato.errors import InvalidRequestError
-from ostinato.terminal import err
+from ostinato.terminal import AsJson, err
 
 if TYPE_CHECKING:
     from ostinato.access.access import Access
@@ -37,7 +37,6 @@ ostinato audit --org acme --since 7d
 
 ostinato audit --action refused --json"""
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Org = Annotated[str, typer.Option(help="The organisation.", show_default=False)]
 OneOrg = Annotated[
     str | None, typer.Option("--org", help="Only those of this organisation.", show_default="all")

@@ -43,3 +43,6 @@ class Principal:
 
 LOCAL = Principal("local", "local", permissions=frozenset(PERMISSIONS))
 """Whoever uses the engine in this process, or a server without authentication on this machine alone."""
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+"""The names of this machine, under which such a server can be reached."""

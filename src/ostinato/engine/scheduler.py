@@ -214,9 +214,8 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, chains: list[SequenceChain], plans: list[Plan]) -> None:
         now = sequence.use.time
-        for chain, plan in zip(
-            chains, plans, strict=True
-        ):  # all of them before the first allocation, which may evict
+        # All of them before the first allocation, which may evict.
+        for chain, plan in zip(chains, plans, strict=True):
             end = 0
             for block in plan.touched:
                 end += block.size

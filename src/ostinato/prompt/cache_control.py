@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
 from ostinato.access.durations import parse_duration
-from ostinato.access.scope import LEVELS, Level
+from ostinato.access.scope import LEVELS, Level, rank
 from ostinato.errors import InvalidRequestError
 
 MAX_TTL = 366 * 86400
@@ -25,6 +25,21 @@ class CacheControl:
 
 
 NONE = CacheControl()
+
+
+def narrowest(controls: Iterable[CacheControl], default: Level) -> CacheControl:
+    """The narrowest scope and the shortest life of several; `default` is the scope of those that name none."""
+    level: Level | None = None
+    ttl: float | None = None
+    for control in controls:
+        level = max(level or "public", control.level or default, key=rank)
+        ttl = shorter(ttl, control.ttl)
+    return CacheControl(level or default, ttl)
+
+
+def shorter(a: float | None, b: float | None) -> float | None:
+    """The shorter of two times to live, None being for ever."""
+    return b if a is None else a if b is None else min(a, b)
 
 
 def cache_control(value: object, at: str) -> CacheControl:

@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import jinja2
 
-from ostinato.access.scope import PUBLIC, Level, Scope, rank
+from ostinato.access.scope import PUBLIC, Level, Scope
 from ostinato.errors import InvalidRequestError
 from ostinato.models.tokenizer import Tokenizer
-from ostinato.prompt.cache_control import NONE, CacheControl, cache_control
+from ostinato.prompt.cache_control import NONE, CacheControl, cache_control, narrowest, shorter
 from ostinato.prompt.message import (
     THINK_TAG,
     Message,
@@ -270,15 +270,12 @@ class _Chat:
             self._definitions = [part["text"] for part in block(tools or ())]
             messages, tools = in_turns(messages, tools or ()), None
         read = [texts_of(message, index) for index, message in enumerate(messages)]
-        self._pieces = [pieces for pieces, _ in read]
+        self._pieces = [pieces for pieces, _, _ in read]
         self._contents = [
             None if pieces is None else "".join(text for text, _ in pieces) for pieces in self._pieces
         ]
-        self._thoughts = [thought for _, thought in read]
-        self._controls = [
-            cache_control(message.get("cache_control"), f"messages[{index}].cache_control")
-            for index, message in enumerate(messages)
-        ]
+        self._thoughts = [thought for _, thought, _ in read]
+        self._controls = [control for _, _, control in read]
         self._tool_controls = [
             cache_control(tool.get("cache_control"), f"tools[{index}].cache_control")
             for index, tool in enumerate(tools or ())
@@ -340,7 +337,7 @@ class _Chat:
                 param="messages",
             )
         controls = [self._narrowest(i) for i in range(len(self._messages))]
-        whole = _narrowest([*controls, *self._tool_controls], self._default)
+        whole = narrowest([*controls, *self._tool_controls], self._default)
         return [Segment(rendered, True, "text", whole.level or self._default, whole.ttl)]
 
     def with_tools(self, segment: Segment) -> list[Segment]:
@@ -377,34 +374,34 @@ class _Chat:
         hidden = list(self._tool_controls) if self.tools and cut < len(self.tools) else []
         plain = {"role", "content", "cache_control", "reasoning_content", "reasoning"}
         extra = [not plain.issuperset(message) for message in self._messages]
+        # The message that each segment's next content is of; the last one where no content follows.
+        following = [len(extra) - 1] * len(segments)
+        for number in range(len(segments) - 2, -1, -1):
+            message = segments[number + 1].message
+            following[number] = following[number + 1] if message is None else message
         made: list[Segment] = []
-        level: Level | None = None
+        said: list[Level] = [each.level for each in segments if each.kind != "template"]
+        level = said[0] if said else self._default
         ttl: float | None = None
         before = 0
         for number, segment in enumerate(segments):
-            wanted, bare = [CacheControl(segment.level, segment.ttl)], False
+            bare = False
             if segment.kind == "template":
-                following = [other for other in segments[number:] if other.kind != "template"]
-                after = next((other.message for other in following if other.message is not None), None)
-                last = len(extra) - 1 if after is None else after
-                inside = [self._controls[i] for i in range(before, last + 1) if extra[i]] + hidden
-                bare = number == 0 and not inside
-                begins = [CacheControl(following[0].level)] if level is None and following else []
-                wanted = [*begins, *inside] or [CacheControl(level or self._default)]
-            elif segment.message is not None:
-                before = segment.message
-            found = _narrowest(
-                [*wanted, *([] if level is None or bare else [CacheControl(level)])], self._default
-            )
-            ttl = _sooner(ttl, found.ttl)
-            made.append(replace(segment, level=found.level or self._default, ttl=ttl, bare=bare))
-            level = made[-1].level
+                between = range(before, following[number] + 1)
+                wanted = [self._controls[i] for i in between if extra[i]] + hidden
+                bare = number == 0 and not wanted
+            else:
+                wanted = [CacheControl(segment.level, segment.ttl)]
+                before = before if segment.message is None else segment.message
+            found = narrowest([CacheControl(level), *wanted], self._default)
+            level, ttl = found.level or self._default, shorter(ttl, found.ttl)
+            made.append(replace(segment, level=level, ttl=ttl, bare=bare))
         return made
 
     def _narrowest(self, message: int) -> CacheControl:
         """What holds for all of a message."""
         pieces = [control for _, control in self._pieces[message] or ()]
-        return _narrowest([self._controls[message], *pieces], self._default)
+        return narrowest([self._controls[message], *pieces], self._default)
 
     def _aligned(self, rendered: str, marked: str, marks: _Marks) -> list[Segment] | None:
         """`rendered` cut where `marked` has placeholders, or None where the two do not go together."""
@@ -501,16 +498,3 @@ def _cut(content: str, marks: _Marks, message: int, control: CacheControl) -> st
         for piece, kind in by_thought(content, "assistant")
         for text in THINK_TAG.split(piece)
     )
-
-
-def _narrowest(controls: Sequence[CacheControl], default: Level) -> CacheControl:
-    """The narrowest scope and the shortest life of several."""
-    levels: list[Level] = [control.level or default for control in controls]
-    ttl: float | None = None
-    for control in controls:
-        ttl = _sooner(ttl, control.ttl)
-    return CacheControl(max(levels, key=rank) if levels else default, ttl)
-
-
-def _sooner(a: float | None, b: float | None) -> float | None:
-    return b if a is None else a if b is None else min(a, b)

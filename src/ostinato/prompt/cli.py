@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from ostinato.prompt.pml import load_schema
-from ostinato.server.remote import Remote
-from ostinato.terminal import fail, progress_bar
+from ostinato.remote import Remote
+from ostinato.terminal import AsJson, fail, progress_bar
 
 if TYPE_CHECKING:
     from ostinato.models.config import ModelConfig
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 schema_app = typer.Typer(no_args_is_help=True, help="Look at schemas, the modules that prompts are made of.")
 
 SchemaFile = Annotated[Path, typer.Argument(help="A schema in PML.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @schema_app.command(epilog="Example: ostinato schema check travel.pml")

@@ -17,8 +17,9 @@ Piece = tuple[str, CacheControl]
 THINK_TAG = re.compile("(<think>|</think>)")
 
 
-def texts_of(message: Message, index: int) -> tuple[list[Piece] | None, str | None]:
-    """A message's content in its parts, and its chain of thought as one string; None where it has none."""
+def texts_of(message: Message, index: int) -> tuple[list[Piece] | None, str | None, CacheControl]:
+    """A message's content in its parts, its chain of thought as one string (None where it has none), and what it says
+    of all of itself."""
     at = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidRequestError(f"{at} needs a role, such as 'user'.", param=f"{at}.role")
@@ -50,7 +51,7 @@ def texts_of(message: Message, index: int) -> tuple[list[Piece] | None, str | No
         pieces = [(content, whole)]
     elif content is not None:
         raise InvalidRequestError(f"{at}.content must be a string or a list of parts.", param=f"{at}.content")
-    return pieces, "".join(thoughts) if thoughts else None
+    return pieces, "".join(thoughts) if thoughts else None, whole
 
 
 def _part(part: Any, role: str, where: str) -> tuple[str, bool]:

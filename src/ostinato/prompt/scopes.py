@@ -14,6 +14,7 @@ from ostinato.access.errors import ForbiddenError
 from ostinato.access.principal import LOCAL, Permission, Principal
 from ostinato.access.scope import PUBLIC, Level, Scope, narrower, rank
 from ostinato.errors import InvalidRequestError
+from ostinato.prompt.cache_control import shorter
 from ostinato.prompt.span import Chain, Prompt, Span, View
 
 _PERMISSIONS: Mapping[Level, Permission] = {"public": "publish:public", "org": "publish:org"}
@@ -70,7 +71,7 @@ class Asker:
 
     def ttl_of(self, span: Span, scope: Scope) -> float | None:
         asked = self.ttl if span.ttl is None else span.ttl
-        return least(asked, self.limits.get(scope.level))
+        return shorter(asked, self.limits.get(scope.level))
 
 
 def scoped(prompt: Prompt, asker: Asker, *, smallest: int) -> Prompt:
@@ -121,7 +122,7 @@ def _seen(chains: Sequence[Chain], asker: Asker) -> tuple[Scope | None, float | 
     for chain in chains:
         assert chain.scope is not None
         scope = chain.scope if scope is None else narrower(scope, chain.scope, asker=asker.alone)
-        ttl = least(ttl, chain.ttl)
+        ttl = shorter(ttl, chain.ttl)
     return scope, ttl
 
 
@@ -146,11 +147,11 @@ def _groups(
         scope = own if scope is None else narrower(scope, own, asker=asker.alone)
         registered = wanted if isinstance(wanted, Scope) and wanted.resource else None
         asked = replace(span, ttl=chain.ttl if span.ttl is None else span.ttl, registered=registered)
-        ttl = least(ttl, asker.ttl_of(asked, scope))
+        ttl = shorter(ttl, asker.ttl_of(asked, scope))
         spans += [replace(each, scope=scope, ttl=ttl) for each in (*waiting, asked)]
         waiting.clear()
     own = scope or asker.own
-    spans += [replace(each, scope=own, ttl=least(ttl, asker.ttl_of(each, own))) for each in waiting]
+    spans += [replace(each, scope=own, ttl=shorter(ttl, asker.ttl_of(each, own))) for each in waiting]
     groups: list[list[Span]] = []
     for span in spans or [Span((), scope=own, ttl=ttl)]:
         if groups and (_scope(groups[-1][-1]) == span.scope or _too_short(groups[-1], smallest)):
@@ -179,8 +180,3 @@ def _moved(view: View, pieces: Sequence[Sequence[tuple[int, int, int]]]) -> Iter
         last = end if view.end is None else min(view.end, end)
         if first < last:
             yield View(piece, first - begin, None if last == end else last - begin)
-
-
-def least(a: float | None, b: float | None) -> float | None:
-    """The shorter of two times, None being for ever."""
-    return b if a is None else a if b is None else min(a, b)

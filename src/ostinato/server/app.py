@@ -33,9 +33,9 @@ from ostinato.server.anthropic_answer import MessagesAnswer
 from ostinato.server.cache import cache_routes, explanation_json
 from ostinato.server.documents import document_routes
 from ostinato.server.errors import add_error_handlers, describe, request_id
-from ostinato.server.library import Library, principal_of
+from ostinato.server.lookup import Lookup
 from ostinato.server.metrics import Metrics
-from ostinato.server.middleware import Authenticate, BodyLimit, CountRequests, RequestIds
+from ostinato.server.middleware import Authenticate, BodyLimit, CountRequests, RequestIds, principal_of
 from ostinato.server.openai import ChatCompletionRequest, CompletionRequest, Json, Prompt
 from ostinato.server.openai_answer import ChatAnswer, CompletionAnswer, fingerprint
 from ostinato.server.schemas import schema_routes
@@ -99,7 +99,7 @@ def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
     registered is gone with the process.
     """
     access = access or Access(":memory:")
-    library = Library(engine, access)
+    lookup = Lookup(engine, access)
     app = FastAPI(title="Ostinato", version=__version__, redoc_url=None)
     metrics = Metrics(engine)
     system_fingerprint = fingerprint(engine.fingerprint, __version__)
@@ -140,7 +140,7 @@ def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
             asker = Asker(principal, body.session, control.level or "user")
             for at, named in body.controls():
                 asker.scope(cache_control(named, at).level)
-            requests, answer.placements = await placed(library, principal, body, calls)
+            requests, answer.placements = await placed(lookup, principal, body, calls)
             pieces = run(engine, metrics, requests, options)
             if not body.stream:
                 replies = await unless_gone(request.receive, collect(pieces, len(requests)))
@@ -197,7 +197,7 @@ def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
             engine.model_name,
             await asyncio.to_thread(body.parser, calls),
             request_id(request.scope),
-            cacheable=await asyncio.to_thread(cacheable_tokens, engine, library, principal_of(request), body),
+            cacheable=await asyncio.to_thread(cacheable_tokens, engine, lookup, principal_of(request), body),
             long=body.long,
             silent=body.max_tokens == 0,
         )
@@ -209,7 +209,7 @@ def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
         check_model(body.model)
         request.state.prompt_field = body.prompt_field
         body.check()
-        tokens = await asyncio.to_thread(prompt_tokens, engine, library, principal_of(request), body)
+        tokens = await asyncio.to_thread(prompt_tokens, engine, lookup, principal_of(request), body)
         return {"input_tokens": len(tokens)}
 
     @app.get("/v1/models")
@@ -223,7 +223,7 @@ def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
         check_model(name)
         return model
 
-    app.include_router(schema_routes(engine, access, library))
+    app.include_router(schema_routes(engine, access, lookup))
     app.include_router(document_routes(engine, access))
     app.include_router(cache_routes(engine, access))
 
@@ -243,7 +243,7 @@ def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
 
 
 async def placed(
-    library: Library, principal: Principal, body: Body, calls: Calls
+    lookup: Lookup, principal: Principal, body: Body, calls: Calls
 ) -> tuple[list[EngineRequest], tuple[Placement, ...] | None]:
     """The engine requests of a body, and where the parts of its prompt stand if that is over a schema."""
     # Reading PML may take a while; the event loop serves others meanwhile.
@@ -252,7 +252,7 @@ async def placed(
     if not isinstance(prompt, SchemaPrompt):
         return list(requests), None
     resolved = await asyncio.to_thread(
-        library.resolve,
+        lookup.resolve,
         prompt,
         principal,
         session=body.session,
@@ -268,24 +268,24 @@ def _explained(engine: Engine, request_id: str, principal: Principal) -> Json | 
 
 
 def prompt_tokens(
-    engine: Engine, library: Library, principal: Principal, body: Conversation
+    engine: Engine, lookup: Lookup, principal: Principal, body: Conversation
 ) -> tuple[int, ...]:
     """The tokens of a conversation as a prompt."""
     prompt, links = body.prompt(), body.link_tokens or LINK_TOKENS
     if isinstance(prompt, SchemaPrompt):
-        resolved = library.resolve(prompt, principal, mode=body.mode, link_tokens=links)
+        resolved = lookup.resolve(prompt, principal, mode=body.mode, link_tokens=links)
         return tuple(resolved.prompt.token_ids)
     return tuple(engine.encode(prompt).token_ids)
 
 
-def cacheable_tokens(engine: Engine, library: Library, principal: Principal, body: Conversation) -> int:
+def cacheable_tokens(engine: Engine, lookup: Lookup, principal: Principal, body: Conversation) -> int:
     """How many tokens of its prompt a client asks to be cached: those up to its last breakpoint."""
     part = body.cached_part()
     if part is None:
         return 0
     if part is body:
         return engine.max_model_len
-    cut, whole = (prompt_tokens(engine, library, principal, each) for each in (part, body))
+    cut, whole = (prompt_tokens(engine, lookup, principal, each) for each in (part, body))
     # What ends the shorter prompt is the template's, and not in the longer one.
     differing = (at for at, (a, b) in enumerate(zip(cut, whole, strict=False)) if a != b)
     return next(differing, min(len(cut), len(whole)))

@@ -16,8 +16,8 @@ from ostinato.engine.engine import Engine
 from ostinato.engine.explain import Explanation
 from ostinato.errors import InvalidRequestError
 from ostinato.server.errors import RefusedError
-from ostinato.server.library import principal_of
 from ostinato.server.messages import Text
+from ostinato.server.middleware import principal_of
 
 Json = dict[str, Any]
 
@@ -39,10 +39,8 @@ class Forget(BaseModel):
 
     @model_validator(mode="after")
     def _one(self) -> Forget:
-        if self.user is None and self.session is None and self.org is None:
-            count = (self.document is not None) + (self.request is not None)
-        else:
-            count = 1 + (self.document is not None) + (self.request is not None)
+        whose = any(each is not None for each in (self.user, self.session, self.org))
+        count = whose + (self.document is not None) + (self.request is not None)
         if count != 1:
             raise ValueError("say one thing to forget: user, session, org, document or request")
         if self.session is not None and not self.session:

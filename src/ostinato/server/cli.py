@@ -11,13 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from ostinato.server.remote import Remote
-from ostinato.terminal import fail
+from ostinato.remote import Remote
+from ostinato.terminal import AsJson, fail
 
 Server = Annotated[
     str, typer.Option(help="Address of the server; OSTINATO_API_KEY has the key, if it asks for one.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 HERE = "http://127.0.0.1:8000"
 
 EXPLAIN_EXAMPLE = "Example: ostinato explain chatcmpl-4f0c…  (the id of the answer)"

@@ -14,8 +14,9 @@ from ostinato.access.access import Access
 from ostinato.access.scope import session_name
 from ostinato.engine.engine import Engine
 from ostinato.prompt.cache_control import seconds
-from ostinato.server.library import Readers, about, principal_of
+from ostinato.server.lookup import Readers, about
 from ostinato.server.messages import Text
+from ostinato.server.middleware import principal_of
 
 Json = dict[str, Any]
 

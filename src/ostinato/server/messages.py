@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from ostinato.access.scope import Level, rank
+from ostinato.access.scope import Level
 from ostinato.errors import InvalidRequestError
-from ostinato.prompt.cache_control import CacheControl, cache_control
+from ostinato.prompt.cache_control import CacheControl, cache_control, narrowest, shorter
 from ostinato.prompt.chat import Chat
 from ostinato.prompt.schema import Document, Documents, Item, SchemaPrompt, Turn
 from ostinato.prompt.tools import in_turns, parts_of
@@ -251,8 +251,8 @@ def _turn(message: Mapping[str, Any], default: Level) -> Turn:
     parts = parts_of(message)
     whole = cache_control(message.get("cache_control"), "")
     controls = [cache_control(part.get("cache_control"), "") for part in parts]
-    named: list[Level | None] = [control.level or whole.level for control in controls]
-    levels: list[Level] = [level or default for level in named]
-    ttls = [ttl for ttl in (whole.ttl, *(control.ttl for control in controls)) if ttl is not None]
-    control = CacheControl(max(levels, key=rank) if any(named) else None, min(ttls, default=None))
+    named = [CacheControl(each.level or whole.level, each.ttl) for each in controls]
+    found = narrowest(named, default)
+    level = found.level if any(each.level for each in named) else None
+    control = CacheControl(level, shorter(found.ttl, whole.ttl))
     return Turn(message["role"], "".join(part["text"] for part in parts), control=control)

@@ -7,11 +7,12 @@ import uuid
 
 from fastapi.exceptions import HTTPException
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ostinato.access.access import Access
 from ostinato.access.errors import AccessError
-from ostinato.access.principal import LOCAL, Principal
+from ostinato.access.principal import LOCAL, LOOPBACK, Principal
 from ostinato.server.errors import RefusedError, describe, is_anthropic
 from ostinato.server.metrics import Metrics
 
@@ -31,9 +32,6 @@ ENDPOINTS = frozenset(
         "/metrics",
     }
 )
-
-
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Authenticate:
@@ -73,6 +71,13 @@ class Authenticate:
     def _principal(self, authorization: str | None) -> Principal:
         self._access.secrets.refresh()
         return self._access.authenticate(authorization)
+
+
+def principal_of(request: Request) -> Principal:
+    """Who asks, as `Authenticate` has found."""
+    principal = request.state.principal
+    assert isinstance(principal, Principal)
+    return principal
 
 
 def _is_local(headers: Headers) -> bool:

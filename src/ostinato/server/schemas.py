@@ -26,8 +26,9 @@ from ostinato.prompt.pml import SourceError, parse_schema
 from ostinato.prompt.report import cacheable, overview, tree
 from ostinato.prompt.schema import Schema, SchemaError
 from ostinato.server.errors import RefusedError
-from ostinato.server.library import Library, Readers, about, principal_of
+from ostinato.server.lookup import Lookup, Readers, about
 from ostinato.server.messages import check_unicode
+from ostinato.server.middleware import principal_of
 
 Json = dict[str, Any]
 
@@ -80,10 +81,10 @@ class Schemas:
     Those that the operator has registered with the engine are everybody's to use, and an administrator's to change.
     """
 
-    def __init__(self, engine: Engine, access: Access, library: Library) -> None:
+    def __init__(self, engine: Engine, access: Access, lookup: Lookup) -> None:
         self._engine = engine
         self._resources = access.resources
-        self._library = library
+        self._lookup = lookup
 
     def all(self, principal: Principal) -> list[Json]:
         """Every schema that the principal may use, without its tree, in the order of names."""
@@ -134,7 +135,7 @@ class Schemas:
                 self._resources.remove(principal, own.id, "schema")
                 self._resources.insert(principal, made)
             self._engine.forget(lambda scope: scope.resource == own.id)
-            return summary(self._library.laid_out(made), made), True
+            return summary(self._lookup.laid_out(made), made), True
         old = self._resources.get(principal, own.id, "schema")
         new = replace(old, content=content_of(submitted.schema))
         laid_out = self._laid_out(principal, new, submitted)
@@ -142,7 +143,7 @@ class Schemas:
         if submitted.readers is not None:
             self._resources.set_readers(principal, old.id, "schema", submitted.readers)
         # What the new version uses too survives its next use.
-        self._engine.retire(self._library.laid_out(old))
+        self._engine.retire(self._lookup.laid_out(old))
         return summary(laid_out, new), True
 
     def set_readers(self, principal: Principal, name: str, readers: Sequence[str]) -> Json:
@@ -180,7 +181,7 @@ class Schemas:
 
     def _laid_out(self, principal: Principal, resource: Resource, submitted: Submitted) -> Layout:
         """The layout of a schema that can be served, its modules computed if that is asked for."""
-        laid_out = self._library.lay_out(submitted.schema, resource)
+        laid_out = self._lookup.lay_out(submitted.schema, resource)
         if submitted.encode:
             try:
                 self._engine.encode_modules(laid_out, principal)
@@ -207,13 +208,13 @@ class Schemas:
                 return self._engine.schemas.get(name), None
             except SchemaError as error:
                 raise RefusedError(404, str(error), param="name", code="schema_not_found") from None
-        return self._library.laid_out(found), found
+        return self._lookup.laid_out(found), found
 
 
-def schema_routes(engine: Engine, access: Access, library: Library) -> APIRouter:
+def schema_routes(engine: Engine, access: Access, lookup: Lookup) -> APIRouter:
     """The routes under `/v1/schemas`."""
     router = APIRouter(prefix="/v1/schemas")
-    schemas = Schemas(engine, access, library)
+    schemas = Schemas(engine, access, lookup)
 
     @router.post("", status_code=201, openapi_extra=_BODY)
     async def create(request: Request) -> JSONResponse:

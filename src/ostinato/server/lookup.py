@@ -1,4 +1,4 @@
-"""The library: registered documents and schemas, as far as whoever asks may use them at that moment."""
+"""The lookup: registered documents and schemas, as far as whoever asks may use them at that moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
-from starlette.requests import Request
 
 from ostinato.access.access import Access
 from ostinato.access.errors import NotFoundError
@@ -17,7 +16,7 @@ from ostinato.access.principal import Principal
 from ostinato.access.resources import Resource, ResourceInfo
 from ostinato.access.scope import session_name
 from ostinato.engine.engine import Engine
-from ostinato.prompt.cache_control import CacheControl
+from ostinato.prompt.cache_control import CacheControl, shorter
 from ostinato.prompt.layout import Layout
 from ostinato.prompt.resolve import Resolved, ReuseMode
 from ostinato.prompt.schema import Document, Documents, Item, Schema, SchemaError, SchemaPrompt, known
@@ -37,13 +36,6 @@ class Readers(BaseModel):
     """Such as "group:finance" and "user:bob"."""
 
 
-def principal_of(request: Request) -> Principal:
-    """Who asks, as the server has authenticated them."""
-    principal = request.state.principal
-    assert isinstance(principal, Principal)
-    return principal
-
-
 def about(info: ResourceInfo | None) -> Json:
     """Whose a document or schema is and who may use it; nothing of what only the server itself has."""
     if info is None:
@@ -59,7 +51,7 @@ def about(info: ResourceInfo | None) -> Json:
     }
 
 
-class Library:
+class Lookup:
     """Looks documents and schemas up for a principal. Every use asks the state anew. Safe from any thread."""
 
     def __init__(self, engine: Engine, access: Access) -> None:
@@ -134,11 +126,5 @@ class Library:
         found = self._access.resources.get(
             principal, document.file_id, "document", session=session_name(session)
         )
-        control = document.control
-        ttls = [ttl for ttl in (control.ttl, found.ttl) if ttl is not None]
-        return Document(
-            found.content,
-            document.title,
-            CacheControl(None, min(ttls) if ttls else None),
-            found.scope,
-        )
+        control = CacheControl(None, shorter(document.control.ttl, found.ttl))
+        return Document(found.content, document.title, control, found.scope)
