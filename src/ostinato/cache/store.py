@@ -34,17 +34,19 @@ class Store:
         tokens: int = 0,
         agentic: bool = False,
         begins: TokenType = "text",
+        starts: bytes = b"",
         templated: bool = False,
         scope: str = "public",
     ) -> Use:
         """A request comes in. Returns what its blocks are used for.
 
         `keys` are of its prompt's full blocks but for those at the beginning that are not of one conversation alone,
-        `session` is the client's name for the session, empty if it gave none.
+        `session` is the client's name for the session, empty if it gave none, `starts` the key of the last
+        full block of the instructions that the prompt begins with.
         """
         self._now = max(self._now, time)
         session, turn = self._sessions.turn(keys, session)
-        use = Use(self._now, session, turn, tokens, agentic, begins, templated, scope=scope)
+        use = Use(self._now, session, turn, tokens, agentic, begins, starts, templated, scope=scope)
         self.policy.arrive(use)
         return use
 

@@ -76,6 +76,7 @@ class Scheduler:
             tokens=sequence.prompt_tokens,
             agentic=sequence.has_kind("tools", "tool"),
             begins=sequence.chains[0].kind_of(0, self.block_size),
+            starts=sequence.starts(self.block_size),
             templated=sequence.has_modules or sequence.shared_tokens >= self.block_size,
             scope=sequence.last.scope.level,
         )

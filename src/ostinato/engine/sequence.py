@@ -13,12 +13,12 @@ from ostinato.access.scope import PUBLIC, Scope
 from ostinato.cache.block import NEVER, Block, Lineage
 from ostinato.cache.keys import chain_keys, encode_fields, root_key
 from ostinato.cache.pool import Run
-from ostinato.cache.use import NOBODY, TokenType, Use
+from ostinato.cache.use import INSTRUCTIONS, NOBODY, TokenType, Use
 from ostinato.engine.grammar import Matcher
 from ostinato.engine.request import SamplingParams
 from ostinato.prompt.span import Chain, Prompt, View
 
-SHARED: frozenset[TokenType] = frozenset(("system", "tools", "template", "document"))
+SHARED: frozenset[TokenType] = frozenset((*INSTRUCTIONS, "document"))
 """What is not of one conversation alone."""
 
 
@@ -244,11 +244,15 @@ class Sequence:
     @property
     def shared_tokens(self) -> int:
         """How many tokens the last line of text begins with that are not of one conversation alone."""
+        return self._leading(SHARED)
+
+    def _leading(self, kinds: frozenset[TokenType]) -> int:
+        """How many tokens of these kinds the last line of text begins with."""
         before = 0
         for chain in self.line:
             at = 0
             for end, kind in chain.kinds:
-                if kind not in SHARED:
+                if kind not in kinds:
                     return before + at
                 at = end
             before += at
@@ -257,6 +261,18 @@ class Sequence:
     @property
     def has_modules(self) -> bool:
         return len(self.line) < len(self.chains)
+
+    def starts(self, block_size: int) -> bytes:
+        """Key of the last full block of the instructions that it begins with; empty without one."""
+        if self.has_modules:
+            return self.chains[0].chain(block_size)[-1]
+        key, leading = b"", self._leading(INSTRUCTIONS)
+        for chain in self.line:
+            full = min(leading, len(chain.token_ids)) // block_size
+            if full:
+                key = chain.chain(block_size)[full - 1]
+            leading -= min(leading, len(chain.token_ids))
+        return key
 
     def own_keys(self, block_size: int) -> list[bytes]:
         """Keys of the last line's blocks, without those it begins with that are not of one conversation alone."""

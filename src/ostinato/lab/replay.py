@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from itertools import takewhile
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +15,7 @@ from ostinato.cache.policy import POLICIES
 from ostinato.cache.policy.base import Policy
 from ostinato.cache.policy.opt import OPT
 from ostinato.cache.store import Store
-from ostinato.cache.use import TokenType
+from ostinato.cache.use import INSTRUCTIONS, TokenType
 from ostinato.errors import InvalidRequestError
 from ostinato.lab.trace import Trace, TraceRequest
 
@@ -71,6 +72,7 @@ class Cache:
             tokens=request.tokens,
             agentic=request.agentic,
             begins=request.kinds[0] if request.kinds else "text",
+            starts=_starts(request),
             templated=request.templated,
             scope=request.scope,
         )
@@ -117,6 +119,12 @@ class Cache:
         self.evicting += perf_counter() - start
         self.evictions += 1
         return True
+
+
+def _starts(request: TraceRequest) -> bytes:
+    """Key of the last block that holds nothing but the instructions the prompt begins with."""
+    leading = sum(1 for _ in takewhile(INSTRUCTIONS.__contains__, request.kinds))
+    return request.keys[leading - 2] if leading > 1 else b""  # the last may hold the user's words too
 
 
 def replay(

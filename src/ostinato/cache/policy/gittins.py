@@ -1,4 +1,4 @@
-"""Gittins: evict the block whose stay is worth least, by what is learned of the reuse of its class.
+"""Gittins: evict the block whose stay is worth least, by what is learned of the reuse of blocks.
 
 A session's block that is not due yet is worth less than one that is, whichever is the older.
 """
@@ -13,8 +13,9 @@ from typing import Literal
 from ostinato.cache.block import Block
 from ostinato.cache.policy.base import Policy
 from ostinato.cache.policy.ghosts import Ghosts
-from ostinato.cache.policy.reuse import BINS, ENDS, Reuse, Traits, age_bin
+from ostinato.cache.policy.reuse import Past, Reuse
 from ostinato.cache.policy.run import Run
+from ostinato.cache.policy.survival import BINS, ENDS, age_bin
 from ostinato.cache.use import NOBODY, TokenType, Use
 
 REMEMBERED = 4
@@ -23,30 +24,12 @@ FIT_EVERY = 2048
 """Releases between two fits."""
 SORT_EVERY = 64
 """Releases between two looks at the ages of the oldest blocks."""
+STEPS = 2
+"""Steps in which worth is compared, per octave."""
+LEAST = 1e-12
+"""Reuses per second that count as none."""
 
 Rule = Literal["learned", "recency", "gdsf"]
-
-
-class Past:
-    """Who has used a key so far, in the cache or before it was evicted."""
-
-    __slots__ = ("latest", "run", "sessions", "uses")
-
-    def __init__(self, use: Use) -> None:
-        self.latest = use
-        self.uses = self.sessions = 1
-        self.run: Run | None = None
-        """Where its block stands while nobody uses it."""
-
-    def add(self, use: Use) -> None:
-        if use is self.latest:
-            return
-        if use.session != self.latest.session:
-            self.uses += 1
-            self.sessions += 1
-        elif use.turn != self.latest.turn:  # not so for a request that was preempted and comes back
-            self.uses += 1
-        self.latest = use
 
 
 class Gittins(Policy):
@@ -61,21 +44,24 @@ class Gittins(Policy):
         """What it evicts by."""
         self._level = 0.0
         """Priority, by GDSF, of what was evicted last."""
-        self._worth: list[list[float]] = []
         self._ages: list[deque[Run]] = [deque() for _ in range(BINS)]
         """Runs by their age, the oldest first."""
         self._heap: list[tuple[float, float, int, Run]] = []
         """What goes first: worth, time and number of runs. Entries are current while they have the run's worth."""
         self._past: dict[Block, Past] = {}
+        self._runs: dict[Block, Run] = {}
+        """Where blocks stand that nobody uses."""
         self._gone: Ghosts[Past] = Ghosts(REMEMBERED * blocks)
         self._largest = 1
+        """Tokens of a full block."""
         self._releases = 0
+        self._next_fit = FIT_EVERY // 8
         self._sorted = 0.0
         self._made = 0
         self._use = NOBODY
-        self._run = Run(0, 0.0, 0, 0.0)
+        self._run = Run((0, 0), 0.0, 0.0, 0.0, 0, 0.0)
         """The run that was released into last."""
-        self._classes: dict[tuple[TokenType, int, int, bool], int] = {}
+        self._classes: dict[tuple[TokenType, float, bool], tuple[int, int]] = {}
         """Classes of blocks that `_use` used last."""
 
     def go_by(self, rule: Rule) -> None:
@@ -86,6 +72,8 @@ class Gittins(Policy):
 
     def arrive(self, use: Use) -> None:
         self._now = max(self._now, use.time)
+        if self._teaches:
+            self.reuse.arrive(use)
 
     def insert(self, block: Block) -> None:
         assert block.key is not None
@@ -98,51 +86,50 @@ class Gittins(Policy):
             past.add(block.use)
         self._past[block] = past
         if self._teaches:
-            self.reuse.inserted += 1
+            self.reuse.window.inserted += 1
 
     def hit(self, block: Block, use: Use) -> None:
-        past = self._past[block]
-        if past.run is not None:
-            past.run.held -= 1
-            past.run = None
-        past.add(use)
+        run = self._runs.pop(block, None)
+        if run is not None:
+            run.held -= 1
+        self._past[block].add(use)
 
     def release(self, block: Block) -> None:
         assert block.key is not None
         past, use, run = self._past[block], block.use, self._run
-        of = self._class(block, past)
-        if run.last != block.key or run.of != of or run.time != use.time or run.bin < 0:
-            run = self._begin(of, block)
+        of = self._class(block, past.others)
+        joins = run.last == block.key and run.of == of and run.time == use.time and run.bin >= 0
+        if not (joins and run.others == past.others and run.known == past.known):
+            run = self._begin(of, past, block)
         run.blocks.append(block)
         run.held += 1
         run.last = block.parent
-        past.run = run
+        self._runs[block] = run
         if not run.listed and not block.children:
             self._list(run)
         if self._teaches:
-            self.reuse.add(block.key, of, use.time)
+            self.reuse.add(block.key, past, *of)
         self._releases += 1
-        if self._teaches and (self._releases % FIT_EVERY == 0 or self._releases == FIT_EVERY // 8):
+        if self._teaches and self._releases >= self._next_fit:
+            self._next_fit += min(self._releases, FIT_EVERY)
             self.reuse.fit(self._now)
         if self._fits != self.reuse.fits:
             self._fits = self.reuse.fits
-            self._worth = self.reuse.worth.tolist()
             self._sort()
             self._rank()
         elif self._releases % SORT_EVERY == 0 and self._sorted < self._now:
             self._sort()
 
     def leaf(self, block: Block) -> None:
-        run = self._past[block].run
+        run = self._runs.get(block)
         if run is not None and not run.listed:
             self._list(run)
 
     def remove(self, block: Block, *, evicted: bool) -> None:
         past = self._past.pop(block)
-        run = past.run
+        run = self._runs.pop(block, None)
         if run is not None:
             run.held -= 1
-            past.run = None
             if evicted and run.priority > self._level:
                 self._level = run.priority
         if evicted:
@@ -163,44 +150,32 @@ class Gittins(Policy):
 
     # -- classes ----------------------------------------------------------------------------------------
 
-    def _class(self, block: Block, past: Past) -> int:
-        use = block.use
-        if use is not self._use:  # what the blocks of a request have in common is looked at once
-            self._use = use
+    def _class(self, block: Block, others: float) -> tuple[int, int]:
+        if block.use is not self._use:  # most blocks of a request are of a few classes
+            self._use = block.use
             self._classes = {}
-        short = (block.kind, past.uses, past.sessions, block.size < self._largest)
-        number = self._classes.get(short)
-        if number is None:
-            traits = Traits(
-                block.kind,
-                use.agentic,
-                use.begins,
-                min(use.turn, 3),
-                not use.session.startswith("#"),
-                -1 if use.returns is None else int(use.returns * 4),
-                min(past.uses, 5),
-                min(past.sessions.bit_length(), 5),
-                block.size < self._largest,
-            )
-            number = self._classes[short] = self.reuse.number(traits)
-        return number
+        short = (block.kind, others, block.size < self._largest)
+        numbers = self._classes.get(short)
+        if numbers is None:
+            numbers = self.reuse.classes(block.kind, block.use, others, partial=short[-1])
+            self._classes[short] = numbers
+        return numbers
 
     # -- order ------------------------------------------------------------------------------------------
 
-    def _begin(self, of: int, leaf: Block) -> Run:
+    def _begin(self, of: tuple[int, int], past: Past, leaf: Block) -> Run:
         self._made += 1
         priority = self._level + leaf.uses * leaf.cost / max(leaf.size, 1)
-        run = self._run = Run(of, leaf.use.time, self._made, priority)
+        run = self._run = Run(of, past.others, past.known, leaf.use.time, self._made, priority)
         self._age(run)
         return run
 
     def _first(self, run: Run) -> Block | None:
         """The first block that is still in the run."""
-        blocks, past = run.blocks, self._past
+        blocks, runs = run.blocks, self._runs
         while blocks:
             block = blocks[0]
-            known = past.get(block)
-            if known is not None and known.run is run:
+            if runs.get(block) is run:
                 return block
             blocks.popleft()
         return None
@@ -224,7 +199,9 @@ class Gittins(Policy):
             return 0.0
         if self.rule == "gdsf":
             return run.priority
-        return self._worth[run.of][run.bin] if run.of < len(self._worth) else math.inf
+        value = self.reuse.value(run, self._now)
+        # Smaller differences are noise: among about equals the oldest goes.
+        return round(STEPS * math.log2(max(value, LEAST))) if value < math.inf else value
 
     def _sort(self) -> None:
         """Move runs on to the bin of their age."""

@@ -1,197 +1,202 @@
-"""Reuse: what is learned of when blocks of a class are asked for again, and what keeping them is worth.
+"""Reuse: what is learned of who asks for blocks again, and when.
 
-For every class it is learned online how reuse is spread over the time since the last use: hazard rates as in survival
-analysis (Kaplan and Meier 1958), so that reuse that has not come yet counts as what it is, and evicted keys go on
-being watched. The worth of a block is the Gittins index of keeping it: the best rate of reuse per second of stay over
-all times to stay from now on (Gittins 1979; LHD, NSDI 2018, ranks by a similar rate).
+A block is reused by its own session, whose next turn is due some time after the last, or by others. These are two
+causes, as in competing risks, and are learned apart: of the first, hazard rates for each class of blocks (see
+`survival`); of the second, a rate for each block, from how often others have used it so far.
 """
 
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import bisect_right
+from collections import OrderedDict
 from typing import NamedTuple
-from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ostinato.cache.use import TokenType
+from ostinato.cache.policy.run import Run
+from ostinato.cache.policy.survival import Array, cluster, gittins, hazards, numbered, ratios
+from ostinato.cache.policy.window import Window
+from ostinato.cache.use import TokenType, Use
 
-BINS = 40
-"""Ages fall into bins half an octave wide, from zero on."""
-WATCHED = 1 << 15
-"""Uses of blocks that are watched at a time."""
-COVER = 24
-"""Turnovers of the cache that the window covers at least: it watches a share of the keys where it would not."""
-PRIOR = 4.0
-"""How many requests a class must have seen to count as much as what similar classes say."""
-WEAK = 4.0
-"""How many requests that reused a feature's value count as much as no effect of it."""
-WEAKER = 40.0
-"""How many requests of a stratum count as much as what all blocks say."""
-STEPS = 2
-"""Steps in which worth is compared, per octave."""
-
-Array = NDArray[np.float64]
-_EDGES: Array = 2.0 ** (np.arange(BINS + 1) / 2) - 1
-_WIDTHS: Array = np.diff(_EDGES)
-ENDS: list[float] = _EDGES[1:].tolist()
-"""Age at which each bin ends."""
-_KERNEL: Array = np.array([0.25, 0.5, 0.25])
+LATE = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
+"""Beginnings of parts of a wait for others, as multiples of the time in which their uses so far were counted."""
+PARTS = len(LATE)
+_ENDS: Array = np.array([*LATE[1:], 2 * LATE[-1]])
+_GROWN: Array = np.log1p(np.array(LATE))
+UNSEEN = 0.5
+"""Uses by others that every block is credited with (Jeffreys' prior of a rate)."""
+PATIENCE = 4
+"""Turnovers of the cache in which that half use would have come."""
+RECENT = 16
+"""Of more uses by others than this the older half is forgotten."""
+APPLICATIONS = 64
+KNOWN = 4
+"""Sessions after which what they begin with counts as an application."""
+STARTERS = 1024
+"""Beginnings whose sessions are counted at a time."""
 
 
-def age_bin(age: float) -> int:
-    return min(BINS - 1, bisect_right(ENDS, age))
-
-
-class Traits(NamedTuple):
-    """What blocks of one class have in common."""
+class Returning(NamedTuple):
+    """What tells whether, and how soon, a block is asked for by the session that used it last."""
 
     kind: TokenType
     agentic: bool
-    begins: TokenType
-    turn: int
+    first: bool
+    """It is the session's first request: of that the next three say more than of a later one."""
+    begins: TokenType | None
+    """Of a first request: what its prompt begins with."""
     named: bool
-    """The client named the session."""
+    """Of a first request: whether the client named the session."""
     returns: int
     """Quarter of the predicted probability that the session comes back; -1 where nothing predicts it."""
-    uses: int
-    sessions: int
-    """Octave of how many sessions used it, one after the other."""
+    application: int
+    """Of a reply: whose it is. Whether replies are sent back, and thoughts with them, is up to the application."""
     partial: bool
-    """Holds fewer tokens than a block can: the end of a prompt, which seldom comes back as it is."""
+    """It holds fewer tokens than a block can: the end of a prompt, which seldom comes back as it is."""
+
+
+class Sharing(NamedTuple):
+    """What tells whether a block is asked for by other sessions than the one that used it last."""
+
+    kind: TokenType
+    first: bool
+    begins: TokenType
+    others: int
+    """How often others did so far: not yet, once, more often."""
+
+
+class Past:
+    """Who has used a block's key so far, in the cache or before it was evicted."""
+
+    __slots__ = ("latest", "others", "since")
+
+    def __init__(self, use: Use) -> None:
+        self.latest = use
+        self.others = 0.0
+        """How often a session used it that was not the one before."""
+        self.since = use.time
+        """When the counting of `others` began."""
+
+    def add(self, use: Use) -> None:
+        if use.session != self.latest.session:
+            self.others += 1
+            if self.others > RECENT:
+                self.others /= 2
+                self.since += (use.time - self.since) / 2
+        self.latest = use
+
+    @property
+    def known(self) -> float:
+        """Seconds in which `others` were counted, up to the latest use."""
+        return max(0.0, self.latest.time - self.since)  # who arrived first may be served last
 
 
 class Reuse:
-    """The latest uses of a sample of keys, each with the time to the next one if that has come, for a cache of
-    `blocks` blocks; and what follows from them."""
+    """What a cache of `blocks` blocks learns."""
 
     def __init__(self, blocks: int) -> None:
-        self.classes: dict[Traits, int] = {}
-        self.worth: Array = np.zeros((0, BINS))
-        """Steps of the Gittins index (reuses per second) of every class at every age bin, [classes, BINS]."""
+        self.window = Window(blocks)
+        self.worth: list[list[float]] = []
+        """Gittins index (reuses per second) of the own session's return, of every class at every age bin."""
+        self.ratio: list[list[float]] = []
+        """Uses by others that come for each that the past lets expect, of every class, by how late it is."""
         self.fits = 0
-        self.inserted = 0
-        """Blocks that were new to the cache."""
-        self._turnovers = COVER * blocks
-        self._stride = 1
-        self._start = array("d", [0.0]) * WATCHED  # arrays, which a fit reads without copies
-        self._gap = array("d", [math.inf]) * WATCHED
-        self._class = array("q", [0]) * WATCHED
-        self._key: list[bytes] = [b""] * WATCHED
-        self._latest: dict[bytes, int] = {}
-        self._count = 0
-        self._filled = 0
-        """`inserted` when the window was begun."""
+        self._blocks = blocks
+        self._returning: dict[Returning, int] = {}
+        self._sharing: dict[Sharing, int] = {}
+        self._patience = 1.0
+        """Seconds of `PATIENCE` turnovers."""
+        self._fitted = (0.0, 0)
+        """Time and inserted blocks at the last fit."""
+        self._sessions: OrderedDict[bytes, int] = OrderedDict()
+        self._applications: OrderedDict[bytes, int] = OrderedDict()
 
-    def number(self, traits: Traits) -> int:
-        """The class of these traits."""
-        return self.classes.setdefault(traits, len(self.classes))
+    def arrive(self, use: Use) -> None:
+        """Note what application a request is of."""
+        if use.starts in self._applications:
+            self._applications.move_to_end(use.starts)
+        elif use.starts and use.turn == 1:
+            count = self._sessions[use.starts] = self._sessions.pop(use.starts, 0) + 1
+            if count >= KNOWN:
+                del self._sessions[use.starts]
+                full = len(self._applications) >= APPLICATIONS
+                number = self._applications.popitem(last=False)[1] if full else len(self._applications) + 1
+                self._applications[use.starts] = number
+            elif len(self._sessions) > STARTERS:
+                self._sessions.popitem(last=False)
 
-    def add(self, key: bytes, of: int, time: float) -> None:
-        """A block of class `of` was used."""
-        if self._stride > 1 and crc32(key) % self._stride:
-            return
-        at = self._count % WATCHED
-        if not at and self._count:
-            if self.inserted - self._filled < self._turnovers:
-                self._thin()
-                at = self._count
-            self._filled = self.inserted
-        before = self._latest.get(key)
-        if before is not None:
-            self._gap[before] = time - self._start[before]
-        if self._count >= WATCHED and self._latest.get(self._key[at]) == at:
-            del self._latest[self._key[at]]
-        self._start[at], self._gap[at], self._class[at], self._key[at] = time, math.inf, of, key
-        self._latest[key] = at
-        self._count += 1
+    def classes(self, kind: TokenType, use: Use, others: float, *, partial: bool) -> tuple[int, int]:
+        """The two classes of a block by its kind and use, as numbers."""
+        first = use.turn == 1
+        returning = Returning(
+            kind,
+            use.agentic,
+            first,
+            use.begins if first else None,
+            first and not use.session.startswith("#"),
+            -1 if use.returns is None else int(use.returns * 4),
+            self._applications.get(use.starts, 0) if kind == "decode" else 0,
+            partial,
+        )
+        sharing = Sharing(kind, first, use.begins, 0 if others == 0 else 1 if others < 2 else 2)
+        return (
+            self._returning.setdefault(returning, len(self._returning)),
+            self._sharing.setdefault(sharing, len(self._sharing)),
+        )
 
-    def _thin(self) -> None:
-        """Watch half as many keys from now on. The window has just been filled, the oldest use first."""
-        self._stride *= 2
-        kept = [at for at, key in enumerate(self._key) if not crc32(key) % self._stride]
-        place = {at: number for number, at in enumerate(kept)}
-        self._start[: len(kept)] = array("d", [self._start[at] for at in kept])
-        self._gap[: len(kept)] = array("d", [self._gap[at] for at in kept])
-        self._class[: len(kept)] = array("q", [self._class[at] for at in kept])
-        self._key[: len(kept)] = [self._key[at] for at in kept]
-        self._latest = {key: place[at] for key, at in self._latest.items() if at in place}
-        self._count = len(kept)
+    def add(self, key: bytes, past: Past, returning: int, sharing: int) -> None:
+        """A block of these two classes was used."""
+        use = past.latest
+        self.window.add(key, use.time, use.session, returning, sharing, past.others + UNSEEN, past.known)
 
     def fit(self, now: float) -> None:
-        """Renew `worth`."""
-        count = min(self._count, WATCHED)
-        names = list(self.classes)
-        gap: Array = np.frombuffer(self._gap)[:count]
-        start: Array = np.frombuffer(self._start)[:count]
-        of: NDArray[np.int64] = np.frombuffer(self._class, np.int64)[:count]
-        reused = np.isfinite(gap)
-        age = np.maximum(np.where(reused, gap, now - start), 0)
-        bins = np.minimum(BINS - 1, (2 * np.log2(1 + age)).astype(np.int64))
-        cell = of * BINS + bins
-        size = len(names) * BINS
-        events = np.bincount(cell, reused, size).reshape(-1, BINS).astype(np.float64)
-        pending = np.bincount(cell, ~reused, size).reshape(-1, BINS).astype(np.float64)
-        # A use that is pending in a bin is at risk for half of it, on the average.
-        risk: Array = np.cumsum((events + pending)[:, ::-1], axis=1)[:, ::-1] - pending / 2
-        events, risk = _smooth(events), _smooth(risk)
-        self.worth = _gittins(_hazards(events, risk, names, _cluster(start, of)))
+        """Learn from what the window has seen."""
+        seen = self.window.watched()
+        reused = np.isfinite(seen.gap)
+        age: Array = np.maximum(np.where(reused, seen.gap, now - seen.start), 0)
+        one = cluster(seen.start, seen.returning)
+        classes = list(self._returning)
+        strata = numbered([each.agentic for each in classes])
+        self.worth = gittins(hazards(seen.returning, age, reused & seen.same, classes, strata, one)).tolist()
+        self._pace(now)
+        # While no use comes the rate falls, and its integral is the logarithm of how late that makes it.
+        late = age / (seen.known + self._patience)
+        classes = [(*each, part) for each in self._sharing for part in range(PARTS)]
+        of = seen.sharing * PARTS + np.searchsorted(LATE, late, side="right") - 1
+        grown = np.log1p(late)
+        expected = np.zeros(len(classes))
+        for part, end in enumerate([*_GROWN[1:], math.inf]):
+            passed = np.clip(grown, _GROWN[part], end) - _GROWN[part]
+            expected[part::PARTS] = np.bincount(seen.sharing, seen.odds * passed, len(self._sharing))
+        came = np.bincount(of, reused & ~seen.same, len(classes)).astype(np.float64)
+        self.ratio = _best(ratios(came, expected, classes, one).reshape(-1, PARTS)).tolist()
         self.fits += 1
 
+    def value(self, run: Run, now: float) -> float:
+        """Reuses per second that each block of `run` is worth."""
+        returning, sharing = run.of
+        if returning >= len(self.worth) or sharing >= len(self.ratio):
+            return math.inf  # nothing is known of it yet
+        known = run.known + self._patience
+        ratio = self.ratio[sharing][bisect_right(LATE, (now - run.time) / known) - 1]
+        return self.worth[returning][run.bin] + ratio * (run.others + UNSEEN) / known
 
-def _cluster(start: Array, of: NDArray[np.int64]) -> float:
-    """How many uses count as one: blocks of a request and a class come back together or not at all (Kish 1965)."""
-    if not len(start):
-        return 1.0
-    ends = np.flatnonzero(np.append((np.diff(start) != 0) | (np.diff(of) != 0), True))
-    sizes = np.diff(ends, prepend=-1)
-    return float((sizes**2).sum() / sizes.sum())
-
-
-def _smooth(rows: Array) -> Array:
-    half = len(_KERNEL) // 2
-    padded = np.pad(rows, ((0, 0), (half, half)), mode="edge")
-    smooth = np.zeros_like(rows)
-    for at, weight in enumerate(_KERNEL):
-        smooth += weight * padded[:, at : at + BINS]
-    return smooth
-
-
-def _hazards(events: Array, risk: Array, names: list[Traits], cluster: float) -> Array:
-    """Probability of reuse in each bin of those that reach it, [classes, BINS].
-
-    A class with few uses takes after its like: hazards proportional to those of all, by a factor for each feature
-    (fitted by iterative scaling, as in log-linear models). `cluster` uses count as one.
-    """
-    prior, weak, weaker = PRIOR * cluster, WEAK * cluster, WEAKER * cluster
-    overall = events.sum(0) / np.maximum(risk.sum(0), 1)
-    strata = np.unique([hash((name.agentic, min(name.uses, 3))) for name in names], return_inverse=True)[1]
-    member = np.zeros((strata.max() + 1, len(names)))
-    member[strata, np.arange(len(names))] = 1
-    shape = ((member @ events + weaker * overall) / (member @ risk + weaker))[strata]
-    expected = (risk * shape).sum(1)
-    seen = events.sum(1)
-    factor = np.ones(len(names))
-    features = list(zip(*names, strict=True))
-    levels = [np.unique([hash(value) for value in values], return_inverse=True)[1] for values in features]
-    for _ in range(4):
-        for level in levels:
-            ratio = (np.bincount(level, seen) + weak) / (np.bincount(level, factor * expected) + weak)
-            factor *= ratio[level]
-    similar = np.minimum(shape * factor[:, None], 0.99)
-    return np.minimum((events + prior * similar) / (risk + prior), 0.999)
+    def _pace(self, now: float) -> None:
+        """Learn how long a turnover takes."""
+        time, inserted = self._fitted
+        new = self.window.inserted - inserted
+        if new and now > time:
+            patience = PATIENCE * self._blocks * (now - time) / new
+            self._patience += (patience - self._patience) / (4 if self.fits else 1)
+            self._fitted = now, self.window.inserted
 
 
-def _gittins(hazards: Array) -> Array:
-    start = np.zeros((len(hazards), 1))
-    stay = np.concatenate([start + 1, np.cumprod(1 - hazards, axis=1)], axis=1)
-    held = np.concatenate([start, np.cumsum((stay[:, :-1] + stay[:, 1:]) / 2 * _WIDTHS, axis=1)], axis=1)
-    worth = np.empty_like(hazards)
-    for b in range(BINS):
-        gained = stay[:, b, None] - stay[:, b + 1 :]
-        worth[:, b] = (gained / np.maximum(held[:, b + 1 :] - held[:, b, None], 1e-12)).max(axis=1)
-    # Smaller differences are noise: among about equals the oldest goes.
-    return np.round(STEPS * np.log2(np.maximum(worth, 1e-12))).astype(np.float64)
+def _best(ratio: Array) -> Array:
+    """From each part of a wait on, the most uses there are for its length, over all times to wait, [classes, PARTS]."""
+    gain = ratio * (np.log1p(_ENDS) - _GROWN)
+    length = _ENDS - np.array(LATE)
+    best = np.empty_like(ratio)
+    for part in range(PARTS):
+        best[:, part] = (np.cumsum(gain[:, part:], axis=1) / np.cumsum(length[part:])).max(axis=1)
+    return best

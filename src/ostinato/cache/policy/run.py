@@ -13,10 +13,18 @@ class Run:
     So only the first can be a leaf of what is cached, and policies that rank runs need not look at single blocks.
     """
 
-    __slots__ = ("bin", "blocks", "held", "last", "listed", "number", "of", "priority", "time", "worth")
+    __slots__ = (
+        "bin", "blocks", "held", "known", "last", "listed", "number", "of", "others", "priority", "time", "worth",
+    )  # fmt: skip
 
-    def __init__(self, of: int, time: float, number: int, priority: float) -> None:
-        self.of, self.time, self.number = of, time, number
+    def __init__(
+        self, of: tuple[int, int], others: float, known: float, time: float, number: int, priority: float
+    ) -> None:
+        self.of = of
+        """Classes of its blocks."""
+        self.others, self.known = others, known
+        """How often other sessions used them, in how many seconds."""
+        self.time, self.number = time, number
         self.priority = priority
         """Of its first block, by GDSF."""
         self.blocks: deque[Block] = deque()
