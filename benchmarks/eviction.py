@@ -44,6 +44,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from informed import Informed
 from ostinato.cache.block import Block
 from ostinato.cache.policy import POLICIES
 from ostinato.cache.policy.base import Policy
@@ -55,6 +56,7 @@ from ostinato.lab.replay_plot import pyplot
 from ostinato.lab.trace import Trace
 from ostinato.lab.traces import load
 from peers import cpu_name
+from shift import BACK, TOLD, WINDOW, rates, replay_told, rows
 
 SECTIONS = "abcdef"
 MIXED = ("balanced", "rag", "polluted")
@@ -75,14 +77,13 @@ SHORT = {
 MOONCAKE, MOONCAKE_SHARES = ("mooncake_conversation", "mooncake_synthetic"), (0.02, 0.05, 0.1, 0.25)
 AGENTS, AGENT_SHARES = ("agent_traces", "tau_bench_airline"), (0.02, 0.05, 0.1)
 OURS = ("saecache", "ostinato")
+INFORMED = "informed"
+"""A policy that is told how the workload is made."""
 SHIFTED = ("lru", "arc", "unicache", "saecache", "ostinato", OPTIMUM)
 TIMED = ("lru", "saecache", "ostinato")
 TITLES = {"weights": "token weights", "timing": "timing", "position": "position", "queues": "queue weights"}
 PAPER = {"weights": 23, "timing": 14, "position": 12, "queues": 39}
 """What each part adds to the hit rate according to the paper, in per cent."""
-WINDOW = 100
-"""Requests of a point of the shift."""
-BACK = 0.02
 EVICTIONS = 20_000
 ROUNDS = 3
 COLOURS = {
@@ -132,19 +133,21 @@ Result = dict[str, Any]
 Results = dict[Cell, Result]
 
 
-@lru_cache(maxsize=1)
-def trace_of(name: str, seed: int, setup: Setup) -> tuple[Trace, int]:
+@lru_cache(maxsize=2)
+def trace_of(name: str, seed: int, setup: Setup, named: float = 0.5) -> tuple[Trace, int]:
     """A trace, and how many different blocks it has."""
     if name in FILES:
         trace = load(str(Path(setup.data) / FILES[name]))
         trace = replace(trace, requests=trace.requests[: setup.limit])
     else:
-        trace = load(f"workload:{name}?seed={seed}&requests={setup.requests}")
+        trace = load(f"workload:{name}?seed={seed}&requests={setup.requests}&named={named}")
     return trace, trace.unique_blocks
 
 
 def policy_of(name: str, trace: Trace, blocks: int) -> Policy:
     """A policy by name; "saecache-weights" is SAECache without token weights."""
+    if name == INFORMED:
+        return Informed(trace)
     whole, _, part = name.partition("-")
     if whole == "saecache" and part:
         return SAECache(blocks, use=PARTS - {part})  # pyright: ignore[reportArgumentType]
@@ -152,9 +155,13 @@ def policy_of(name: str, trace: Trace, blocks: int) -> Policy:
 
 
 def run(cell: Cell, setup: Setup) -> Result:
-    trace, unique = trace_of(cell.trace, cell.seed, setup)
+    # The names of sessions tell the informed which go on; the requests are the same.
+    trace, unique = trace_of(cell.trace, cell.seed, setup, 1.0 if cell.policy == INFORMED else 0.5)
     blocks = max(1, round(cell.share * unique))
-    found = replay(trace, policy_of(cell.policy, trace, blocks), blocks, name=cell.policy)
+    if cell.policy.endswith(TOLD):
+        found = replay_told(trace, cell.policy.removesuffix(TOLD), blocks)
+    else:
+        found = replay(trace, policy_of(cell.policy, trace, blocks), blocks, name=cell.policy)
     result = asdict(found)
     result.update(unique_blocks=unique, requests=len(trace.requests))
     if cell.trace != "shift":
@@ -191,10 +198,13 @@ def cells_of(section: str, setup: Setup) -> list[Cell]:
         case "a":
             return [
                 Cell(mix, seed, policy, share)
-                for mix in MIXED for seed in seeds for share in SHARES for policy in everyone
+                for mix in MIXED for seed in seeds for share in SHARES for policy in (*everyone, INFORMED)
             ]  # fmt: skip
         case "b":
-            return [Cell("shift", seed, policy, MIDDLE) for seed in seeds for policy in known(SHIFTED)]
+            told = [name + TOLD for name in known(OURS)]
+            return [
+                Cell("shift", seed, policy, MIDDLE) for seed in seeds for policy in (*known(SHIFTED), *told)
+            ]
         case "c" if setup.data:
             return [
                 Cell(name, 0, policy, share)
@@ -359,7 +369,7 @@ class Rates:
 
     def policies(self, trace: str) -> list[str]:
         found = {cell.policy for cell in self.results if cell.trace == trace}
-        return [name for name in (*POLICIES, OPTIMUM) if name in found]
+        return [name for name in (*POLICIES, INFORMED, OPTIMUM) if name in found]
 
     def best_classical(self, trace: str, share: float) -> str:
         """That of the highest mean."""
@@ -367,11 +377,11 @@ class Rates:
         return max(names, key=lambda name: statistics.fmean(self.get(trace, share, name)))
 
     def table(self, columns: Sequence[tuple[str, float]]) -> str:
-        """A row for each policy; the best but the optimum is bold."""
+        """A row for each policy; the best of those that learn is bold."""
         names = self.policies(columns[0][0])
         best = {
             column: max(
-                (name for name in names if name != OPTIMUM), key=lambda name: statistics.fmean(self.get(*column, name))
+                (name for name in names if name not in (INFORMED, OPTIMUM)), key=lambda name: statistics.fmean(self.get(*column, name))
             )
             for column in columns
         }  # fmt: skip
@@ -405,8 +415,9 @@ class Rates:
 
     def differences(self, columns: Sequence[tuple[str, float]]) -> str:
         """Ours less the best classical policy, seed by seed, in points."""
-        ours = [name for name in OURS if name in self.policies(columns[0][0])]
+        ours = [name for name in (*OURS, INFORMED) if name in self.policies(columns[0][0])]
         rows: list[list[str]] = []
+        everywhere: dict[str, list[list[float]]] = {name: [] for name in ours}
         for column in columns:
             best = self.best_classical(*column)
             base = self.get(*column, best)
@@ -414,7 +425,10 @@ class Rates:
             for name in ours:
                 apart = [rate - other for rate, other in zip(self.get(*column, name), base, strict=True)]
                 row.append(number(apart, sign=True))
+                everywhere[name].append(apart)
             rows.append(row)
+        means = [[statistics.fmean(each) for each in zip(*everywhere[name], strict=True)] for name in ours]
+        rows.append(["**mean**", "", "", *(number(each, sign=True, digits=2) for each in means)])
         return markdown(
             ["workload", "best classical", "its hit rate", *(f"{name} − best" for name in ours)], rows
         )
@@ -424,7 +438,8 @@ def mixed_tables(results: Results, setup: Setup) -> str:
     rates = Rates(results)
     parts = [
         f"Tokens hit, in per cent; {setup.requests:,} requests, {seeds_of(setup)}; the capacity is a share of the "
-        "trace's different blocks. Bold: the best that does not know the future."
+        "trace's different blocks. Bold: the best of those that learn. "
+        "`informed` learns only how popular texts are: it is told of the rest how the workload is made."
     ]
     columns = [(mix, share) for mix in MIXED for share in SHARES]
     parts += [
@@ -440,58 +455,31 @@ def mixed_tables(results: Results, setup: Setup) -> str:
 def shift_series(results: Results) -> dict[str, list[float]]:
     """Hit rate of every `WINDOW` requests, over all seeds."""
     found: dict[str, list[float]] = {}
-    for policy in (name for name in SHIFTED if any(cell.policy == name for cell in results)):
+    for policy in dict.fromkeys((*SHIFTED, *(cell.policy for cell in results))):
         runs = [
             result["series"]
             for cell, result in results.items()
             if (cell.trace, cell.policy) == ("shift", policy)
         ]
-        rates: list[float] = []
-        for start in range(0, min(map(len, runs)) - WINDOW + 1, WINDOW):
-            pairs = [pair for run in runs for pair in run[start : start + WINDOW]]
-            rates.append(sum(hit for _, hit in pairs) / max(1, sum(tokens for tokens, _ in pairs)))
-        found[policy] = rates
+        if runs:
+            found[policy] = rates(runs)
     return found
-
-
-def back_after(rates: Sequence[float], shift: int, last: int) -> str:
-    """Requests from the shift until a window is within `BACK` of the mean from `last` on."""
-    later = statistics.fmean(rates[last:])
-    at = next((place for place in range(shift, len(rates)) if rates[place] >= later - BACK), None)
-    return "never" if at is None else f"{(at - shift + 1) * WINDOW:,}"
 
 
 def shift_table(results: Results, setup: Setup) -> str:
     series = shift_series(results)
-    points = min(len(rates) for rates in series.values())
-    half = points // 2
-    rows = [
-        [f"{(place - half) * WINDOW:+,} to {(place - half + 1) * WINDOW:+,}"]
-        + [f"{100 * rates[place]:.1f}" for rates in series.values()]
-        for place in range(max(0, half - 4), min(points, half + 12))
-    ]
-    later = {name: statistics.fmean(rates[points - max(1, points // 4) :]) for name, rates in series.items()}
-    before = {
-        name: statistics.fmean(rates[max(0, half - points // 4) : half]) for name, rates in series.items()
-    }
-    rows.append(["the quarter before", *(f"{100 * value:.1f}" for value in before.values())])
-    rows.append(["the last quarter", *(f"{100 * value:.1f}" for value in later.values())])
-    last = points - max(1, points // 4)
-    rows.append(["back after", *(back_after(rates, half, last) for rates in series.values())])
-    if OPTIMUM in series:
-        shares = {
-            name: [rate / best if best else 1.0 for rate, best in zip(rates, series[OPTIMUM], strict=True)]
-            for name, rates in series.items()
-        }
-        cells = ("–" if name == OPTIMUM else back_after(each, half, last) for name, each in shares.items())
-        rows.append(["back after, of opt's hits", *cells])
+    shown = [name for name in series if not name.endswith(TOLD)]
+    points = f"{100 * BACK:g} points"
     return "\n\n".join(
         [
             f"Tokens hit by requests since the shift, in per cent, over {seeds_of(setup)} together; "
-            f"{setup.requests:,} requests, {percent(MIDDLE)} of the different blocks. *Back after*: end of the first "
-            f"{WINDOW} requests behind the shift with at most {100 * BACK:g} points less than in the last quarter; below that, "
-            "the same of the share of opt's hits, since the traffic itself is now easier, now harder.",
-            markdown(["requests", *series], rows),
+            f"{setup.requests:,} requests, {percent(MIDDLE)} of the different blocks. *Level with what knows, after*: "
+            "requests since the shift until it is never again more than "
+            f"{points} below itself in another run, in which it is told at the shift what it has learned by the end. *Back "
+            f"after*: end of the first {WINDOW} requests behind the shift with at most {points} less than in the last "
+            "quarter; below that, the same of the share of opt's hits. These two also wait for the traffic, which becomes "
+            "easier as the old chats end.",
+            markdown(["requests", *shown], rows(series, OPTIMUM)),
         ]
     )
 
@@ -627,9 +615,11 @@ def plot_shift(results: Results, path: Path) -> None:
     figure, panel = pyplot().subplots(figsize=(7, 3.2), layout="constrained")
     series = shift_series(results)
     points = min(map(len, series.values()))
-    for policy, rates in series.items():
+    for policy in (name for name in SHIFTED if name in series):
         panel.plot(
-            [(place + 0.5 - points // 2) * WINDOW for place in range(len(rates))], rates, **_style(policy)
+            [(place + 0.5 - points // 2) * WINDOW for place in range(points)],
+            series[policy][:points],
+            **_style(policy),
         )
     panel.axvline(0, color="#444444", linewidth=0.8)
     _panel(panel, "the traffic shifts at 0")

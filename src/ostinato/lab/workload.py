@@ -22,6 +22,17 @@ T = TypeVar("T")
 LONGEST = 6_000
 """Tokens of a prompt at which a session ends."""
 
+CHAT_GOES_ON = 0.8
+"""Probability that another turn follows in a chat."""
+CALL_FOLLOWS = 0.9
+"""Probability that an agent calls another tool."""
+TASK_FOLLOWS = 0.5
+"""Probability that a user has another task for an agent that has ended one."""
+USER_GAP = (3.6, 1.0)
+"""Mean and standard deviation of the logarithm of the seconds until a user writes again: median 37 s."""
+TOOL_GAP = (1.4, 0.8)
+"""The same of a tool's answer: median 4 s."""
+
 Reasoning = Literal["none", "dropped", "held"]
 """Whether an agent thinks before it calls a tool, and how long its thoughts stay in the prompt: not at all, or until
 the user says something new. Chat templates do either."""
@@ -95,9 +106,9 @@ class _Traffic:
             reply = self._text(self._size(180, 0.7, 8, 1_000))
             yield self._ask(wait, prompt, reply)
             prompt.add("assistant", reply)
-            if prompt.tokens > LONGEST or self.random.random() < 0.2:
+            if prompt.tokens > LONGEST or self.random.random() < 1 - CHAT_GOES_ON:
                 return
-            wait = self.random.lognormvariate(3.6, 1.0)  # median 37 s
+            wait = self.random.lognormvariate(*USER_GAP)
 
     def agent(self) -> Iterator[_Ask]:
         """Steps of an agent: a call of a tool after the other, and now and then a new task from the user."""
@@ -119,16 +130,16 @@ class _Traffic:
                 bare.add("assistant", call)
                 if prompt.tokens > LONGEST:
                     return
-                if self.random.random() < 0.1:
+                if self.random.random() < 1 - CALL_FOLLOWS:
                     break
                 output = self._text(self._size(140, 0.9, 10, 1_500))
                 prompt.add("tool", output)
                 bare.add("tool", output)
-                wait = self.random.lognormvariate(1.4, 0.8)  # median 4 s
-            if self.random.random() < 0.5:
+                wait = self.random.lognormvariate(*TOOL_GAP)
+            if self.random.random() < 1 - TASK_FOLLOWS:
                 return
             prompt = bare
-            wait = self.random.lognormvariate(3.6, 1.0)
+            wait = self.random.lognormvariate(*USER_GAP)
 
     def templated(self) -> Iterator[_Ask]:
         """A template that others fill in as well, a document of one's own, and a question."""

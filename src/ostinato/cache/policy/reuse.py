@@ -103,8 +103,8 @@ class Reuse:
         """Uses by others that come for each that the past lets expect, of every class, by how late it is."""
         self.fits = 0
         self._blocks = blocks
-        self._returning: dict[Returning, int] = {}
-        self._sharing: dict[Sharing, int] = {}
+        self.returning: dict[Returning, int] = {}
+        self.sharing: dict[Sharing, int] = {}
         self._patience = 1.0
         """Seconds of `PATIENCE` turnovers."""
         self._fitted = (0.0, 0)
@@ -141,8 +141,8 @@ class Reuse:
         )
         sharing = Sharing(kind, first, use.begins, 0 if others == 0 else 1 if others < 2 else 2)
         return (
-            self._returning.setdefault(returning, len(self._returning)),
-            self._sharing.setdefault(sharing, len(self._sharing)),
+            self.returning.setdefault(returning, len(self.returning)),
+            self.sharing.setdefault(sharing, len(self.sharing)),
         )
 
     def add(self, key: bytes, past: Past, returning: int, sharing: int) -> None:
@@ -156,19 +156,19 @@ class Reuse:
         reused = np.isfinite(seen.gap)
         age: Array = np.maximum(np.where(reused, seen.gap, now - seen.start), 0)
         one = cluster(seen.start, seen.returning)
-        classes = list(self._returning)
+        classes = list(self.returning)
         strata = numbered([each.agentic for each in classes])
         self.worth = gittins(hazards(seen.returning, age, reused & seen.same, classes, strata, one)).tolist()
         self._pace(now)
         # While no use comes the rate falls, and its integral is the logarithm of how late that makes it.
         late = age / (seen.known + self._patience)
-        classes = [(*each, part) for each in self._sharing for part in range(PARTS)]
+        classes = [(*each, part) for each in self.sharing for part in range(PARTS)]
         of = seen.sharing * PARTS + np.searchsorted(LATE, late, side="right") - 1
         grown = np.log1p(late)
         expected = np.zeros(len(classes))
         for part, end in enumerate([*_GROWN[1:], math.inf]):
             passed = np.clip(grown, _GROWN[part], end) - _GROWN[part]
-            expected[part::PARTS] = np.bincount(seen.sharing, seen.odds * passed, len(self._sharing))
+            expected[part::PARTS] = np.bincount(seen.sharing, seen.odds * passed, len(self.sharing))
         came = np.bincount(of, reused & ~seen.same, len(classes)).astype(np.float64)
         self.ratio = _best(ratios(came, expected, classes, one).reshape(-1, PARTS)).tolist()
         self.fits += 1
