@@ -164,6 +164,8 @@ def run(cell: Cell, setup: Setup) -> Result:
         found = replay(trace, policy_of(cell.policy, trace, blocks), blocks, name=cell.policy)
     result = asdict(found)
     result.update(unique_blocks=unique, requests=len(trace.requests))
+    late = found.series[len(found.series) // 2 :]
+    result.update(late_tokens=sum(pair[0] for pair in late), late_hit_tokens=sum(pair[1] for pair in late))
     if cell.trace != "shift":
         del result["series"]
     return result
@@ -330,6 +332,11 @@ def token_rate(result: Result) -> float:
     return result["hit_tokens"] / result["prompt_tokens"] if result["prompt_tokens"] else 0.0
 
 
+def late_rate(result: Result) -> float:
+    """Of the second half of the requests, when cache and policy are warm."""
+    return result["late_hit_tokens"] / result["late_tokens"] if result["late_tokens"] else 0.0
+
+
 def block_rate(result: Result) -> float:
     return result["hit_blocks"] / result["prompt_blocks"] if result["prompt_blocks"] else 0.0
 
@@ -416,22 +423,27 @@ class Rates:
     def differences(self, columns: Sequence[tuple[str, float]]) -> str:
         """Ours less the best classical policy, seed by seed, in points."""
         ours = [name for name in (*OURS, INFORMED) if name in self.policies(columns[0][0])]
+        late = replace(self, of=late_rate)
         rows: list[list[str]] = []
-        everywhere: dict[str, list[list[float]]] = {name: [] for name in ours}
         for column in columns:
             best = self.best_classical(*column)
-            base = self.get(*column, best)
-            row = [title(column), best, number(base)]
-            for name in ours:
-                apart = [rate - other for rate, other in zip(self.get(*column, name), base, strict=True)]
-                row.append(number(apart, sign=True))
-                everywhere[name].append(apart)
-            rows.append(row)
-        means = [[statistics.fmean(each) for each in zip(*everywhere[name], strict=True)] for name in ours]
-        rows.append(["**mean**", "", "", *(number(each, sign=True, digits=2) for each in means)])
+            apart = [number(self.apart([column], name), sign=True) for name in ours]
+            rows.append([title(column), best, number(self.get(*column, best)), *apart])
+        for name, rates in (("**mean**", self), ("the same, second half of the requests", late)):
+            rows.append(
+                [name, "", "", *(number(rates.apart(columns, each), sign=True, digits=2) for each in ours)]
+            )
         return markdown(
             ["workload", "best classical", "its hit rate", *(f"{name} − best" for name in ours)], rows
         )
+
+    def apart(self, columns: Sequence[tuple[str, float]], name: str) -> list[float]:
+        """A policy's rate less that of each column's best classical policy, seed by seed, the mean of the columns."""
+        pairs = [
+            zip(self.get(*column, name), self.get(*column, self.best_classical(*column)), strict=True)
+            for column in columns
+        ]
+        return [statistics.fmean(rate - best for rate, best in seed) for seed in zip(*pairs, strict=True)]
 
 
 def mixed_tables(results: Results, setup: Setup) -> str:
