@@ -429,9 +429,9 @@ class Rates:
             best = self.best_classical(*column)
             apart = [number(self.apart([column], name), sign=True) for name in ours]
             rows.append([title(column), best, number(self.get(*column, best)), *apart])
-        for name, rates in (("**mean**", self), ("the same, second half of the requests", late)):
+        for name, part in (("**mean**", self), ("the same, second half of the requests", late)):
             rows.append(
-                [name, "", "", *(number(rates.apart(columns, each), sign=True, digits=2) for each in ours)]
+                [name, "", "", *(number(part.apart(columns, each), sign=True, digits=2) for each in ours)]
             )
         return markdown(
             ["workload", "best classical", "its hit rate", *(f"{name} − best" for name in ours)], rows
