@@ -16,6 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from ostinato import Engine, SamplingParams
+from ostinato.engine.engine import EngineStats
+from ostinato.engine.output import Sink
+from ostinato.engine.request import Chunk
+from ostinato.engine.sequence import Sequence
 from ostinato.engine.stream import Stream
 from ostinato.errors import (
     EngineClosedError,
@@ -139,6 +143,34 @@ def test_closing_while_others_submit_leaves_nobody_waiting() -> None:
             thread.join(timeout=30)
             assert not thread.is_alive()
         assert len(outcomes) == 4
+
+
+def test_who_has_the_reply_finds_the_request_finished(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a reply is handed on last: slots are free, counters count it, and its blocks can be found."""
+    seen: list[EngineStats] = []
+    enqueue = engine._enqueue
+
+    def watched(sequence: Sequence, sink: Sink) -> None:
+        def end(chunk: Chunk | Exception) -> None:
+            if isinstance(chunk, Exception) or chunk.finish_reason is not None:
+                seen.append(engine.stats())
+            sink(chunk)
+
+        enqueue(sequence, end)
+
+    monkeypatch.setattr(engine, "_enqueue", watched)
+    before = engine.stats()
+    for max_tokens in (1, 5):
+        engine.generate("The rook is a bird that", SamplingParams(max_tokens=max_tokens, temperature=0))
+    stream = engine.stream("The crow is a bird that", SamplingParams(max_tokens=500, ignore_eos=True))
+    next(iter(stream))
+    stream.close()
+    engine.generate("The raven", SamplingParams(max_tokens=1))  # behind the stream's end
+    assert [each.requests_finished - before.requests_finished for each in seen] == [1, 2, 3, 4]
+    assert {each.running for each in seen} == {0}
+    assert {each.slots_used for each in seen} == {0}
 
 
 def test_stop_strings_are_cut_and_held_back(engine: Engine) -> None:

@@ -186,3 +186,46 @@ def test_a_prompt_begins_with_what_others_may_share() -> None:
         assert (sequence_of(prompt).shared_tokens >= 16) is shared, spans
     modules = Prompt((Chain((Span((5,)),)), Chain((Span((6,)),), 1, (View(0),))))
     assert sequence_of(modules).shared_tokens == 0
+
+
+def starts(engine: Engine, *messages: tuple[str, str]) -> bytes:
+    """What is known of the application of a chat."""
+    chat = [{"role": role, "content": content} for role, content in messages]
+    return sequence_of(engine.encode(chat)).starts(16)
+
+
+def test_an_application_is_known_by_its_instructions(engine: Engine) -> None:
+    birds = (
+        "You know birds, and you say what you know in few words, to anybody who asks, by day and by night."
+    )
+    fish = birds.replace("birds", "fish")
+    first = starts(engine, ("system", birds), ("user", "How do I tell a rook from a crow?"))
+    assert first
+    assert first == starts(
+        engine, ("system", birds), ("user", "What do owls eat, and when do they, in the north?")
+    )
+    long = [
+        ("user", "And in the south?"),
+        ("assistant", "Mice, there as well."),
+        ("user", "And on the islands?"),
+    ]
+    assert first == starts(engine, ("system", birds), *long)
+    assert first != starts(engine, ("system", fish), ("user", "How do I tell a rook from a crow?"))
+    assert (
+        starts(
+            engine, ("system", "Hi."), ("user", "A question that is longer than a block, since it goes on.")
+        )
+        == b""
+    )
+
+
+def test_a_prompt_of_modules_is_known_by_its_first() -> None:
+    """What imports the same modules is one application's, whatever is asked about them."""
+
+    def prompt(question: int) -> Prompt:
+        module = Chain((Span((7,) * 40, "document"),), 0)
+        return Prompt((module, Chain((Span((question,) * 30, "user"),), 40, (View(0, 40, 0),))))
+
+    first, second = sequence_of(prompt(3)), sequence_of(prompt(4))
+    assert first.has_modules
+    assert first.starts(16) == second.starts(16) == first.chains[0].chain(16)[-1]

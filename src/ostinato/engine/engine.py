@@ -516,7 +516,6 @@ class Engine:
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
         self._sampler.forget(sequence)
-        del self._outputs[sequence]
         if self._recorder is not None:
             self._recorder.end(sequence)
         if sequence.admitted:
@@ -525,6 +524,7 @@ class Engine:
             self._cached_kinds = self._cached_kinds + sequence.cached_kinds
         self._totals["completion"] += sequence.generated
         self._totals["finished"] += 1
+        self._outputs.pop(sequence).end()
         if self.predictor is not None:
             self.predictor.learn()
 

@@ -32,16 +32,17 @@ class Output:
             if (token := tokenizer.token_id(marker)) in tokenizer.special_ids
         }
         self._started = self._first = 0.0
+        self._end: Chunk | Exception | None = None
 
     def started(self) -> None:
         """The sequence left the queue."""
         self._started = self._started or time.perf_counter()
 
     def add(self, sampled: Sampled) -> FinishReason | None:
-        """Take the next token and hand on what can be read. Returns why the reply ended, if it did."""
+        """Take the next token and hand on what can be read, but for the reply's end. Returns why it ended, if it did."""
         sequence = self._sequence
         if sampled.error is not None:
-            self.sink(sampled.error)
+            self._end = sampled.error
             return "cancelled"
         self._first = self._first or time.perf_counter()
         reason: FinishReason | None = None
@@ -61,7 +62,12 @@ class Output:
         self._hand_on("", (), "cancelled")
 
     def failed(self, error: Exception) -> None:
-        self.sink(error)
+        self._end = error
+
+    def end(self) -> None:
+        """Hand on the end. Who waits for it may count on all that the request held being free by then."""
+        if self._end is not None:
+            self.sink(self._end)
 
     def _text(self, token_id: int) -> str:
         return self._markers.get(token_id) or self._decoder.add(token_id)
@@ -80,9 +86,12 @@ class Output:
             total=now - sequence.arrived,
         )
         logprobs = () if sequence.params.logprobs is None else tuple(self._logprob(s) for s in sampled)
-        self.sink(
-            Chunk(text, tuple(s.token_id for s in sampled), usage, timing, reason, logprobs, self._stop.found)
-        )
+        token_ids = tuple(s.token_id for s in sampled)
+        chunk = Chunk(text, token_ids, usage, timing, reason, logprobs, self._stop.found)
+        if reason is None:
+            self.sink(chunk)
+        else:
+            self._end = chunk
 
     def _logprob(self, sampled: Sampled) -> TokenLogprob:
         top = tuple(self._named(token, logprob) for token, logprob in sampled.top)
