@@ -265,7 +265,7 @@ class Sequence:
     def starts(self, block_size: int) -> bytes:
         """Key of the last full block of the instructions that it begins with; empty without one."""
         if self.has_modules:
-            return self.chains[0].chain(block_size)[-1]
+            return next(reversed(self.chains[0].chain(block_size)), b"")
         key, leading = b"", self._leading(INSTRUCTIONS)
         for chain in self.line:
             full = min(leading, len(chain.token_ids)) // block_size
