@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from ostinato.cache.policy import POLICIES
 from ostinato.cache.policy.base import Policy
 from ostinato.cache.policy.ostinato import Ostinato
 from ostinato.cache.policy.reuse import Reuse
@@ -23,38 +25,27 @@ Pairs = Sequence[Sequence[int]]
 """Prompt tokens and hit tokens of each request."""
 
 
-class ToldSAECache(SAECache):
-    """Takes over the parameters of `wise` before request number `at`, and goes on learning."""
+def before(policy: Policy, at: int, tell: Callable[[], None]) -> None:
+    """Have `tell` called before request number `at` comes in."""
+    arrive, requests = policy.arrive, itertools.count()
 
-    def __init__(self, blocks: int, wise: SAECache, at: int) -> None:
-        super().__init__(blocks)
-        self.wise, self.left = wise, at
+    def watched(use: Use) -> None:
+        if next(requests) == at:
+            tell()
+        arrive(use)
 
-    def arrive(self, use: Use) -> None:
-        if not self.left:
-            self.types = self.wise.types
-            self.position.gamma = self.wise.position.gamma
-            for role, each in self.queues.items():
-                each.alpha = self.wise.queues[role].alpha
-            for role, gaps in self.gaps.items():
-                other = self.wise.gaps[role]
-                gaps.mu, gaps.sigma, gaps.returning = other.mu, other.sigma, other.returning
-        self.left -= 1
-        super().arrive(use)
+    policy.arrive = watched
 
 
-class ToldOstinato(Ostinato):
-    """Takes over what `wise` has learned of classes before request number `at`, and learns no more of them."""
-
-    def __init__(self, blocks: int, wise: Reuse, at: int) -> None:
-        super().__init__(blocks)
-        self.wise, self.left = wise, at
-
-    def arrive(self, use: Use) -> None:
-        if not self.left:
-            know(self.reuse, self.wise)
-        self.left -= 1
-        super().arrive(use)
+def adopt(policy: SAECache, wise: SAECache) -> None:
+    """Give `policy` the parameters of `wise`, from which it goes on learning."""
+    policy.types = wise.types
+    policy.position.gamma = wise.position.gamma
+    for role, each in policy.queues.items():
+        each.alpha = wise.queues[role].alpha
+    for role, gaps in policy.gaps.items():
+        other = wise.gaps[role]
+        gaps.mu, gaps.sigma, gaps.returning = other.mu, other.sigma, other.returning
 
 
 def know(reuse: Reuse, wise: Reuse) -> None:
@@ -73,16 +64,16 @@ def know(reuse: Reuse, wise: Reuse) -> None:
 
 def replay_told(trace: Trace, name: str, blocks: int) -> Replay:
     """A policy of which a first run has learned what a second is told at half of the requests."""
-    half = len(trace.requests) // 2
-    policy: Policy
-    if name == "saecache":
-        wise = SAECache(blocks)
-        replay(trace, wise, blocks)
-        policy = ToldSAECache(blocks, wise, half)
-    else:
-        first = Ostinato(blocks)
-        replay(trace, first, blocks)
-        policy = ToldOstinato(blocks, first.reuse, half)
+    wise, policy = POLICIES[name](blocks), POLICIES[name](blocks)
+    replay(trace, wise, blocks)
+
+    def tell() -> None:
+        if isinstance(policy, SAECache) and isinstance(wise, SAECache):
+            adopt(policy, wise)
+        elif isinstance(policy, Ostinato) and isinstance(wise, Ostinato):
+            know(policy.reuse, wise.reuse)
+
+    before(policy, len(trace.requests) // 2, tell)
     return replay(trace, policy, blocks, name=name + TOLD)
 
 

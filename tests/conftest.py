@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -20,6 +22,13 @@ def access_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OSTINATO_ACCESS", str(tmp_path_factory.mktemp("access") / "access.db"))
         yield
+
+
+@pytest.fixture
+def import_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a file of `benchmarks/` by its name; they import each other."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module
 
 
 @pytest.fixture(scope="session")

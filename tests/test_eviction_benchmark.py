@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +14,15 @@ from ostinato.cache.policy.reuse import Reuse
 from ostinato.lab.replay import replay
 from ostinato.lab.workload import mixed
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+@pytest.fixture
+def informed(import_benchmark: Callable[[str], Any]) -> Any:
+    return import_benchmark("informed")
 
 
 @pytest.fixture
-def informed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("informed")
-
-
-@pytest.fixture
-def shift(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("shift")
+def shift(import_benchmark: Callable[[str], Any]) -> Any:
+    return import_benchmark("shift")
 
 
 def test_naming_the_sessions_changes_nothing_of_the_requests() -> None:
@@ -67,7 +62,8 @@ def test_what_is_told_at_the_shift_is_what_is_known_then(shift: Any) -> None:
     blocks = round(0.025 * trace.unique_blocks)
     first = Ostinato(blocks)
     plain = replay(trace, first, blocks)
-    told = shift.ToldOstinato(blocks, first.reuse, 300)
+    told = Ostinato(blocks)
+    shift.before(told, 300, lambda: shift.know(told.reuse, first.reuse))
     again = replay(trace, told, blocks)
     assert again.series[:300] == plain.series[:300], "up to the shift it knows no more"
     assert again.series[300:] != plain.series[300:]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,10 @@ from ostinato import Engine
 from ostinato.cache.policy.lru import LRU
 from ostinato.lab.replay import replay
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
 
 @pytest.fixture
-def pressure(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("pressure")
+def pressure(import_benchmark: Callable[[str], Any]) -> Any:
+    return import_benchmark("pressure")
 
 
 @pytest.fixture
