@@ -94,11 +94,13 @@ def test_anothers_text_is_not_shown(tiny: Engine) -> None:
         return [{"role": "system", "content": RULES + text, "cache_control": {"scope": "org"}}, QUESTION]
 
     ask(tiny, system("Ann's own words."), ANN)
-    told = ask(tiny, system("Bob's."), BOB)
+    tiny.generate(system("Bob's."), ONE, principal=BOB, request_id="bobs")
+    told = tiny.explain("bobs", BOB)
+    assert told is not None
     assert why(told).reason == "diverged"
     assert why(told).cached == ""
     assert "Ann" not in repr(told)
-    assert tiny.explain("asked", ANN) is None
+    assert tiny.explain("bobs", ANN) is None
 
 
 def test_a_scope_of_ones_own_is_named_and_no_other(tiny: Engine) -> None:

@@ -317,7 +317,7 @@ def test_first_reuse_by_another_is_served_as_a_miss(tiny_model: Path) -> None:
         told = engine.explain("probe", BOB)
         assert told is not None
         assert told.spans[1].miss is not None
-        assert told.spans[1].miss.reason == "not released"
+        assert told.spans[1].miss.reason == "never seen", "as of a text that nobody sent"
         eve = Principal("acme", "eve", permissions=frozenset({"publish:org"}))
         assert cached(engine, chat("org"), eve) == shared, "two have written it: it is no secret of one"
         assert cached(engine, chat("org", "Another question?"), ANN) >= shared

@@ -30,11 +30,32 @@ class Scope:
     user: str = ""
     session: str = ""
     resource: str = ""
+    end_user: str = ""
+    """Of the caller's own users, which one, as `session_name` has it: a scope beneath the user's."""
+    salt: str = ""
+    """What the caller has salted its text with, as `session_name` has it: a scope beneath any."""
 
     def encoded(self) -> bytes:
         """Canonical bytes: no two scopes encode alike, whatever their names hold."""
-        fields = (self.level, self.org, self.user, self.session, self.resource)
+        fields = [self.level, self.org, self.user, self.session, self.resource]
+        if self.end_user or self.salt:
+            fields += [self.end_user, self.salt]
         return encode_fields(field.encode(errors="surrogatepass") for field in fields)
+
+    def beneath(self, *, end_user: str = "", salt: str = "") -> Scope:
+        """The part of the scope that is an end user's (of a user's scope, or a session's), and that is salted so.
+
+        What is registered is whose the server says it is, whoever asks about it.
+        """
+        if self.resource:
+            return self
+        own = self.level in ("user", "session")
+        return replace(self, end_user=end_user if own else "", salt=salt)
+
+    @property
+    def private(self) -> bool:
+        """Whether it is one user's alone, whoever else there is."""
+        return self.level in ("user", "session") and not self.resource
 
     def within(self, other: Scope) -> bool:
         """Whether whoever may reuse what is in this scope may also reuse what is in the other."""
@@ -42,12 +63,21 @@ class Scope:
             return False
         if self.level == other.level == "user" and self.resource != other.resource:
             return False  # what is registered may have readers beside its owner
-        pairs = ((self.org, other.org), (self.user, other.user), (self.session, other.session))
-        return all(theirs in ("", ours) for ours, theirs in (*pairs, (self.resource, other.resource)))
+        pairs = (
+            (self.org, other.org),
+            (self.user, other.user),
+            (self.session, other.session),
+            (self.resource, other.resource),
+            (self.end_user, other.end_user),
+            (self.salt, other.salt),
+        )
+        return all(theirs in ("", ours) for ours, theirs in pairs)
 
     def __str__(self) -> str:
         names = "/".join(name for name in (self.org, self.user, self.session, self.resource) if name)
-        return f"{self.level}:{names}" if names else self.level
+        narrowed = ("end-user", self.end_user), ("salt", self.salt)
+        beneath = "".join(f"#{what}={name[:16]}" for what, name in narrowed if name)
+        return (f"{self.level}:{names}" if names else self.level) + beneath
 
 
 PUBLIC = Scope("public")

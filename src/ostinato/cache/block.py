@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ostinato.access.scope import PUBLIC, Scope
 from ostinato.cache.use import NOBODY, TokenType, Use
 
 Lineage = frozenset[Scope | str]
-"""What KV was computed from and by: the scopes of all the text in its sight, and the ids of requests."""
+"""What KV was computed from: the scopes of all the text in its sight, and the requests with text of their own in it."""
 
 NEVER = float("inf")
+
+REQUESTS = 64
+"""Requests of one user that a claim tells apart."""
+CLAIMS = 64
+"""Users whose claims a block keeps. Of a text that so many send, the next one's claim changes nothing."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """A user's hold on a block of a shared scope, whose text it has sent itself."""
+
+    expires: float
+    requests: frozenset[str]
+    """Those that it sent the text with, and has not forgotten."""
+    more: bool = False
+    """Whether there were more requests than are told apart: forgetting those does not end the claim."""
+
+    def join(self, other: Claim) -> None:
+        """Hold what the other holds too."""
+        self.expires = max(self.expires, other.expires)
+        new = other.requests - self.requests
+        kept = sorted(new)[: max(0, REQUESTS - len(self.requests))]
+        self.more = self.more or other.more or len(kept) < len(new)
+        self.requests |= frozenset(kept)
 
 
 @dataclass(slots=True, eq=False)
@@ -46,12 +70,62 @@ class Block:
     """Who may reuse it."""
     lineage: Lineage = frozenset()
     """What must not be forgotten for it to stay."""
-    owner: Scope | None = None
-    """The only one who may reuse it until another has computed the same; None for everyone in the scope."""
+    claims: dict[Scope, Claim] = field(default_factory=dict[Scope, Claim], repr=False)
+    """Of a shared scope: which users have sent its text."""
+    claimed: bool = False
+    """Whether it goes when nobody has a claim on it any more."""
+    guarded: bool = False
+    """Whether a user finds it only by a claim of its own, or by those of two others."""
     expires: float = NEVER
     """When it counts as forgotten, on the clock of its uses."""
-    secret: bool = False
-    """Whether its slots are to be erased when they are freed."""
+    blank: bool = False
+    """Whether nothing was written to its slots since they were allocated."""
+
+    def claim(self, user: Scope, claim: Claim) -> None:
+        """Have a user hold it."""
+        held = self.claims.get(user)
+        if held is not None:
+            held.join(claim)
+        else:
+            if len(self.claims) >= CLAIMS:
+                del self.claims[min(self.claims, key=lambda each: self.claims[each].expires)]
+            self.claims[user] = replace(claim)
+        self.expires = max(self.expires, claim.expires)
+
+    def unclaim(self, user: Scope, request: str, now: float) -> bool:
+        """Have a user's request hold it no more; whether that ended the user's claim, and that was alive."""
+        held = self.claims.get(user)
+        if held is None or request not in held.requests:
+            return False
+        held.requests -= {request}
+        if held.requests or held.more:
+            return False
+        del self.claims[user]
+        if self.claims:
+            self.expires = max(each.expires for each in self.claims.values())
+        return held.expires > now
+
+    def readable(self, reader: Scope | None, now: float) -> bool:
+        """Whether a user who knows its key may reuse it now."""
+        if self.expires <= now:
+            return False
+        if not self.guarded:
+            return True
+        alive = {user for user, claim in self.claims.items() if claim.expires > now}
+        return reader in alive or len(alive) > 1  # others, where it is not among them
+
+    def sent_by(self, user: Scope | None, now: float) -> bool:
+        """Whether a user knows its text by having sent it, and may still know that it is here."""
+        if user is None:
+            return False
+        if self.private:
+            return (self.scope.org, self.scope.user) == (user.org, user.user) and self.expires > now
+        return user in self.claims and self.claims[user].expires > now
+
+    @property
+    def private(self) -> bool:
+        """Whether it is of one user alone."""
+        return self.scope.private
 
 
 BREAK_EVEN = 4096

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from ostinato.access.scope import Scope
-from ostinato.cache.block import NEVER, Block, Lineage, recompute_cost
+from ostinato.cache.block import NEVER, Block, Claim, Lineage, recompute_cost
 from ostinato.cache.keys import block_key
+from ostinato.cache.owned import Owned
 from ostinato.cache.policy.base import Policy
 from ostinato.cache.pool import Pool
 from ostinato.cache.store import Store
@@ -20,7 +21,15 @@ from ostinato.cache.use import Use
 REMEMBERED = 65_536
 """Of so many blocks that are gone it is known why."""
 
-Loss = Literal["evicted", "expired"]
+
+@dataclass(frozen=True)
+class Loss:
+    """That a block is gone, for a user who has sent its text."""
+
+    how: Literal["evicted", "expired"]
+    when: float
+    lineage: Lineage
+    """It is forgotten with what the block was computed from."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +48,14 @@ class Match:
 class Index:
     """Owns every block of `pool`: free, in use by requests, or cached in `store`."""
 
-    def __init__(self, pool: Pool, policy: Policy) -> None:
+    def __init__(self, pool: Pool, policy: Policy, *, erase: bool = True) -> None:
         self.pool = pool
         self.store = Store(policy)
         self.evicted_blocks = 0
         self.expired_blocks = 0
-        self.lost: OrderedDict[bytes, tuple[Loss, float]] = OrderedDict()
-        """Why blocks are gone, and when, by their keys."""
+        self.lost: Owned[Scope, bytes, Loss] = Owned(REMEMBERED)
+        """Why blocks are gone, and when, by their keys: for each user what it has sent itself."""
+        self._erase = erase
         # Blocks by what they continue and their first token, for matches that end inside a block.
         self._children: dict[bytes, dict[int, list[Block]]] = {}
         self._expiring: list[tuple[float, int, Block]] = []
@@ -92,7 +102,7 @@ class Index:
         parent, done = root, 0
         for key in keys:
             block = self.store.blocks.get(key)
-            if block is None or done + block.size > limit or not readable(block, now, reader):
+            if block is None or done + block.size > limit or not block.readable(reader, now):
                 break
             blocks.append(block)
             parent = key
@@ -101,7 +111,7 @@ class Index:
         partial, best = None, 0
         for child in self._children.get(parent, {}).get(rest[0], ()) if rest else ():
             common = _common_prefix(child.token_ids, rest)
-            if common > best and readable(child, now, reader):
+            if common > best and child.readable(reader, now):
                 partial, best = child, common
         return Match(tuple(blocks), partial, best, done + best)
 
@@ -112,10 +122,10 @@ class Index:
 
     def acquire(self, block: Block, use: Use, expires: float = NEVER) -> None:
         """Use a cached block: it stays until it is released as often as acquired, and lives until `expires` at least."""
-        self._prolong(block, expires)
+        block.expires = max(block.expires, expires)
         self.store.acquire(block, use)
 
-    def allocate(self, count: int, *, after: int | None = None) -> list[Block]:
+    def allocate(self, count: int, *, after: int | None = None, now: float = 0.0) -> list[Block]:
         """Take `count` blocks for writing, evicting cached ones as needed; one user each.
 
         Raises ValueError if `available_blocks` is smaller than `count`.
@@ -125,9 +135,9 @@ class Index:
             if victim is None:
                 raise ValueError(f"{count} blocks asked for, {self.available_blocks} available")
             self.evicted_blocks += 1
-            self._lose(victim, "evicted", victim.use.time)
+            self._lose(victim, "evicted", now)
             self._drop(victim, evicted=True)
-        return [Block(number) for number in self.pool.allocate(count, after=after)]
+        return [Block(number, blank=True) for number in self.pool.allocate(count, after=after)]
 
     def publish(self, block: Block, parent: bytes, token_ids: Sequence[int], use: Use) -> Block:
         """Make a written block findable. Returns the block to use from now on.
@@ -137,8 +147,9 @@ class Index:
         key = block_key(parent, token_ids)
         known = self.store.blocks.get(key)
         if known is not None:
-            if known.owner != block.owner:
-                known.owner = None  # two have computed it: it is no secret of either
+            for user, claim in block.claims.items():
+                known.claim(user, claim)
+                self.lost.drop(user, key)
             self.acquire(known, use, block.expires)
             self._discard(block)
             return known
@@ -148,25 +159,29 @@ class Index:
         # A tail that this block continues says nothing the block does not say, if it is as long for as many to read.
         for sibling in list(self._children.get(parent, {}).get(block.token_ids[0], ())):
             idle = sibling.users == 0 and sibling.children == 0
-            lasting = block.expires >= sibling.expires and block.owner in (None, sibling.owner)
-            if idle and lasting and block.token_ids[: sibling.size] == sibling.token_ids:
+            if idle and _outlasts(block, sibling) and block.token_ids[: sibling.size] == sibling.token_ids:
                 self._drop(sibling, evicted=False)
         self._children.setdefault(parent, {}).setdefault(block.token_ids[0], []).append(block)
         self.store.insert(block, use)
-        self.lost.pop(key, None)
+        for user in _senders(block):
+            self.lost.drop(user, key)
         if block.expires < NEVER:
             self._watch(block)
         return block
 
-    def publish_tail(self, block: Block, parent: bytes, token_ids: Sequence[int], use: Use) -> Block | None:
-        """Publish a partly filled last block, unless another block holds those tokens too.
+    def publish_tail(
+        self, block: Block, parent: bytes, token_ids: Sequence[int], use: Use, reader: Scope | None = None
+    ) -> Block | None:
+        """Publish a partly filled last block, unless its reader finds those tokens in another block too.
 
         Returns the block to release, or None if `block` was freed.
         """
         wanted = tuple(token_ids)
         for sibling in self._children.get(parent, {}).get(wanted[0], ()):
-            if sibling.token_ids[: len(wanted)] == wanted and readable(sibling, use.time, block.owner):
-                self._prolong(sibling, block.expires)
+            longer = sibling.size > len(wanted) and sibling.token_ids[: len(wanted)] == wanted
+            if longer and sibling.readable(reader, use.time):
+                if not sibling.claims:  # what follows in it is not what a claim would be on
+                    sibling.expires = max(sibling.expires, block.expires)
                 self._discard(block)
                 return None
         return self.publish(block, parent, wanted, use)
@@ -192,13 +207,30 @@ class Index:
 
         What requests use now can no longer be found, and is erased when the last of them lets go of it.
         """
+        known = cache(forgotten)  # many blocks have one lineage
         gone: dict[Block, None] = {}
         for block in list(self.store.blocks.values()):
-            if block.key is not None and block not in gone and forgotten(block.lineage):
+            if block.key is not None and block not in gone and known(block.lineage):
                 gone |= dict.fromkeys(self._with_descendants(block))
         for block in sorted(gone, key=lambda each: -each.depth):
             self._forget(block)
+        self.lost.forget(lambda _, loss: known(loss.lineage))
         return list(gone)
+
+    def unclaim(self, user: Scope, request: str, now: float) -> list[Block]:
+        """Have a user's request hold no block of a shared scope any more; returns those the user held by it alone.
+
+        What nobody else holds is taken away.
+        """
+        let_go = [block for block in self.store.blocks.values() if block.unclaim(user, request, now)]
+        # Leaf first: what others go on from stays for them.
+        for block in sorted(let_go, key=lambda each: -each.depth):
+            if block.claimed and not block.claims and not block.children:
+                self._forget(block)
+            elif block.expires < NEVER:
+                self._watch(block)  # it may go sooner, without that claim
+        self.lost.forget(lambda owner, loss: owner == user and request in loss.lineage)
+        return let_go
 
     def sweep(self, now: float) -> int:
         """Take away and erase the blocks that expired before `now`; returns how many."""
@@ -214,7 +246,7 @@ class Index:
                 heapq.heappush(self._expiring, (max(now, expected) + 1, next(self._pushes), block))
             else:
                 for each in self._with_descendants(block):
-                    self._lose(each, "expired", block.expires)
+                    self._lose(each, "expired", now)
                     self._forget(each)
                     count += 1
         self.expired_blocks += count
@@ -224,10 +256,6 @@ class Index:
     def next_expiry(self) -> float:
         """When `sweep` has something to look at."""
         return self._expiring[0][0] if self._expiring else NEVER
-
-    def _prolong(self, block: Block, expires: float) -> None:
-        if expires > block.expires:
-            block.expires = expires
 
     def _watch(self, block: Block) -> None:
         heapq.heappush(self._expiring, (block.expires, next(self._pushes), block))
@@ -241,7 +269,6 @@ class Index:
         return found[::-1]
 
     def _forget(self, block: Block) -> None:
-        block.secret = True
         if block.users:
             self._unregister(block, evicted=False)
         else:
@@ -259,7 +286,8 @@ class Index:
         self._free(block)
 
     def _free(self, block: Block) -> None:
-        if block.secret:
+        # Whatever becomes of the slots, nothing is left in them of what they held.
+        if self._erase and not block.blank:
             self.pool.erase(block.number)
         self.pool.free([block.number])
 
@@ -274,17 +302,35 @@ class Index:
             del self._children[block.parent]
         block.key = None
 
-    def _lose(self, block: Block, how: Loss, when: float) -> None:
+    def _lose(self, block: Block, how: Literal["evicted", "expired"], now: float) -> None:
+        """Note for those who have sent its text why it is gone; what has expired for one of them did so for it."""
         assert block.key is not None
-        self.lost[block.key] = (how, when)
-        self.lost.move_to_end(block.key)
-        if len(self.lost) > REMEMBERED:
-            self.lost.popitem(last=False)
+        lasts = dict.fromkeys(_senders(block), Claim(block.expires, frozenset())) | block.claims
+        for user, claim in lasts.items():
+            expired = claim.expires <= now
+            loss = Loss(
+                "expired" if expired else how,
+                claim.expires if expired else now,
+                block.lineage | claim.requests | {user},
+            )
+            self.lost.put(user, block.key, loss)
 
 
-def readable(block: Block, now: float, reader: Scope | None) -> bool:
-    """Whether who knows a block's key may reuse it now."""
-    return block.expires > now and (block.owner is None or block.owner == reader)
+def _senders(block: Block) -> Iterable[Scope]:
+    """The users who are known to have sent a block's text."""
+    if block.private:
+        return (Scope("user", block.scope.org, block.scope.user),)
+    return block.claims
+
+
+def _outlasts(block: Block, other: Block) -> bool:
+    """Whether all who find one block find the other for as long."""
+    if not other.guarded:
+        return block.expires >= other.expires
+    return all(
+        user in block.claims and block.claims[user].expires >= claim.expires
+        for user, claim in other.claims.items()
+    )
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -9,8 +9,10 @@ import queue
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,9 +20,10 @@ from typing import Unpack
 
 import torch
 
+from ostinato.access.grants import manages
 from ostinato.access.principal import LOCAL, Principal
 from ostinato.access.scope import Level, MemorySecrets, Scope, Secrets
-from ostinato.cache.block import NEVER, Lineage
+from ostinato.cache.block import NEVER, Block, Lineage
 from ostinato.cache.index import Index
 from ostinato.cache.keys import model_fingerprint
 from ostinato.cache.policy import DEFAULT_POLICY, POLICIES
@@ -64,6 +67,9 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
+FORGETTINGS = 1_024
+"""The latest acts of forgetting that are compared with requests in preparation, which takes milliseconds."""
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -85,13 +91,15 @@ class EngineStats:
     """`prompt_tokens` by what they are."""
     cached_kinds: Counter[TokenType]
     """`cached_tokens` by what they are."""
+    miss_reasons: Counter[str]
+    """Prompt tokens that had to be computed, by why."""
     records_lost: int
     """Requests that could not be written to the recording."""
 
 
 @dataclass(frozen=True)
 class Forgotten:
-    """What was taken away."""
+    """What was taken away of the asker's own."""
 
     blocks: int
     tokens: int
@@ -114,8 +122,9 @@ class Engine:
             learning and is saved when the engine closes; a file that does not exist yet is begun.
         secrets: of the scopes; by default they end with the process.
         ttls: longest time to live of each scope, in seconds since the latest use.
-        release_once: what is computed in a scope of several users stays its first user's until another has computed
-            the same, so that nobody can sense what others wrote by asking for it once.
+        release_once: what is computed in a scope of several users is found by who has computed the same itself, or
+            once two others have, so that nobody can sense what another wrote by asking for it.
+        erase: overwrite KV whenever its slots are freed.
         progress: called with (bytes done, bytes in all) while the model is fetched, and while it loads.
 
     Raises:
@@ -140,6 +149,7 @@ class Engine:
         secrets: Secrets | None = None,
         ttls: Mapping[Level, float] | None = None,
         release_once: bool = False,
+        erase: bool = True,
         progress: Progress | None = None,
     ) -> None:
         if policy not in POLICIES:
@@ -184,7 +194,7 @@ class Engine:
             # milliseconds a request. What the first contexts need is asked for meanwhile.
             first = min(pool.slots, 2 * config.context_length)
             threading.Thread(target=_populate, args=(compiled, pool, first), daemon=True).start()
-        self.index = Index(pool, POLICIES[policy](blocks))
+        self.index = Index(pool, POLICIES[policy](blocks), erase=erase)
         self._stop_token_ids = frozenset(config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
         self._intake = Intake(
             config,
@@ -215,6 +225,8 @@ class Engine:
         # Everything that touches the scheduler runs on the engine's thread, as a call from this queue.
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._submitting = threading.Lock()
+        self._epoch = 0
+        self._forgettings: deque[tuple[int, Callable[[Lineage], bool]]] = deque(maxlen=FORGETTINGS)
         self._closed = False
         self._warm()
         self._thread = threading.Thread(target=self._loop, name="ostinato-engine", daemon=True)
@@ -240,7 +252,7 @@ class Engine:
     ) -> Stream:
         """Answer `prompt` piece by piece. Closing the stream, or dropping it, cancels the request."""
         chunks: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
-        sequence = self._intake.prepare(prompt, params, time.perf_counter(), **options)
+        sequence = self.prepare(prompt, params, **options)
         self._enqueue(sequence, chunks.put)
         return Stream(chunks, partial(self._inbox.put, partial(self._cancel, sequence)))
 
@@ -254,6 +266,26 @@ class Engine:
         self, prompt: PromptLike, params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Chunk]:
         """`stream` for asyncio. Closing the iterator, or cancelling the task, cancels the request."""
+        # Tokenising a long prompt takes milliseconds; the event loop serves others meanwhile. Nothing is
+        # submitted by that thread: the task may be cancelled while it works.
+        sequence = await asyncio.to_thread(self.prepare, prompt, params, **options)
+        async with aclosing(self.afollow(sequence)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def prepare(
+        self, prompt: PromptLike, params: SamplingParams | None = None, **options: Unpack[Options]
+    ) -> Sequence:
+        """A request that is tokenised and checked, and not yet submitted. Safe from any thread.
+
+        Raises:
+            InvalidRequestError: as `generate` does.
+        """
+        options.setdefault("epoch", self._epoch)
+        return self._intake.prepare(prompt, params, time.perf_counter(), **options)
+
+    async def afollow(self, sequence: Sequence) -> AsyncGenerator[Chunk]:
+        """Submit a request that was prepared, and answer it as `astream` does."""
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
 
@@ -261,11 +293,6 @@ class Engine:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(chunks.put_nowait, item)
 
-        # Tokenising a long prompt takes milliseconds; the event loop serves others meanwhile. Nothing is
-        # submitted by that thread: the task may be cancelled while it works.
-        sequence = await asyncio.to_thread(
-            self._intake.prepare, prompt, params, time.perf_counter(), **options
-        )
         self._enqueue(sequence, sink)
         ended = False
         try:
@@ -297,6 +324,7 @@ class Engine:
             sessions=self._totals["sessions"],
             prompt_kinds=self._prompt_kinds,
             cached_kinds=self._cached_kinds,
+            miss_reasons=self._explainer.missed,
             records_lost=0 if self._recorder is None else self._recorder.lost,
         )
 
@@ -326,31 +354,64 @@ class Engine:
         """What became of a request's prompt in the cache; None if that principal made no such request lately."""
         return self._explainer.get(request_id, principal.scope("user"))
 
+    @property
+    def epoch(self) -> int:
+        """How many times something was forgotten. Who reads text to ask about takes it before, for `Options.epoch`."""
+        return self._epoch
+
     def forget(
         self, scopes: Callable[[Scope], bool], *, request_id: str = "", principal: Principal = LOCAL
     ) -> Forgotten:
-        """Take away, erase and make unreachable all KV of some scopes, or of a principal's request, and all that was
-        computed from it.
+        """Take away, erase and make unreachable all KV of some scopes, with all that was computed from it, or that of
+        a principal's request.
 
         The scopes' secrets are replaced, so that nothing kept anywhere under the old ones can be found again. Requests
-        in flight go on; what they compute from it is not kept.
-        """
-        self._secrets.replace(scopes)
+        in flight go on; what they compute from it is not kept. Of what a request has computed in shared scopes, that
+        goes which nobody else has sent too.
 
-        request = request_id and request_tag(principal.scope("user"), request_id)
+        Returns:
+            How much of it was the principal's own; nobody learns how much others had.
+        """
+        return self._forget(scopes, request_id, principal).result()
+
+    async def aforget(
+        self, scopes: Callable[[Scope], bool], *, request_id: str = "", principal: Principal = LOCAL
+    ) -> Forgotten:
+        """`forget` for asyncio."""
+        asked = await asyncio.to_thread(self._forget, scopes, request_id, principal)
+        return await asyncio.wrap_future(asked)
+
+    def _forget(
+        self, scopes: Callable[[Scope], bool], request_id: str, principal: Principal
+    ) -> Future[Forgotten]:
+        own = principal.scope("user")
+        request = request_id and request_tag(own, request_id)
 
         def forgotten(lineage: Lineage) -> bool:
             return any(scopes(each) if isinstance(each, Scope) else each == request for each in lineage)
 
-        done: queue.SimpleQueue[Forgotten] = queue.SimpleQueue()
+        def counted(block: Block, now: float) -> bool:
+            return block.sent_by(own, now) or (scopes(block.scope) and manages(principal, block.scope.org))
+
+        done: Future[Forgotten] = Future()
 
         def forget() -> None:
-            blocks = self.scheduler.forget(forgotten)
+            now = time.perf_counter()
+            # An erased block's claims and times are as they were.
+            blocks = [block for block in self.scheduler.forget(forgotten) if counted(block, now)]
+            if request:
+                blocks += self.scheduler.unclaim(own, request)
             self._explainer.forget(forgotten)
-            done.put(Forgotten(len(blocks), sum(block.size for block in blocks)))
+            done.set_result(Forgotten(len(blocks), sum(block.size for block in blocks)))
 
+        with self._submitting:
+            # What was read before may have been of it; it is compared when it comes to be computed.
+            self._epoch += 1
+            self._forgettings.append((self._epoch, forgotten))
+        self._secrets.replace(scopes)
+        self._intake.forget(scopes, own)
         self._put(forget)
-        return done.get()
+        return done
 
     def close(self) -> None:
         """Stop; requests in flight fail with EngineClosedError. Safe to call twice."""
@@ -450,6 +511,7 @@ class Engine:
             chains = self._intake.chains(plain(Span((0,) * tokens)), Asker())
             sequence = Sequence(-1, chains, SamplingParams(), 1)
             sequence.last.blocks = self.index.allocate(-(-tokens // self.index.pool.block_size))
+            sequence.last.written(0, tokens, self.index.pool.block_size)
             self._runner.run([Work(sequence, tokens)])
             self.index.release(sequence.last.blocks, sequence.use)
 
@@ -484,7 +546,9 @@ class Engine:
         work = self.scheduler.schedule()
         for item in work:
             self._outputs[item.sequence].started()
+        began = time.perf_counter()
         logits = self._runner.run(work)
+        self.scheduler.shares.pace.learn(sum(item.tokens for item in work), time.perf_counter() - began)
         sampling = [item.sequence for item in work if item.samples]
         if self.predictor is not None:
             for row, sequence in enumerate(sampling):
@@ -498,15 +562,24 @@ class Engine:
 
     def _add(self, sequence: Sequence, output: Output) -> None:
         self._outputs[sequence] = output
-        secret = self._secrets.secret
-        if any(secret_of(chain.scope, chain.registered, secret) != chain.secret for chain in sequence.chains):
-            self.scheduler.keep_nothing(sequence)  # forgotten since it was prepared
+        if self._forgotten_since(sequence):
+            self.scheduler.keep_nothing(sequence)
         self.scheduler.add(sequence)
         self._totals["sessions"] += sequence.use.turn == 1
         if self._recorder is not None:
             self._recorder.begin(sequence)
         if self.predictor is not None:
             self.predictor.arrive(sequence.use)
+
+    def _forgotten_since(self, sequence: Sequence) -> bool:
+        """Whether something that a sequence has to do with was forgotten while it was read and prepared."""
+        secret = self._secrets.secret
+        if any(secret_of(chain.scope, chain.registered, secret) != chain.secret for chain in sequence.chains):
+            return True
+        since = [forgotten for epoch, forgotten in list(self._forgettings) if epoch > sequence.epoch]
+        if self._epoch - sequence.epoch > len(since):
+            return True  # too long ago to tell
+        return any(forgotten(sequence.lineage) for forgotten in since)
 
     def _cancel(self, sequence: Sequence) -> None:
         if sequence in self._outputs:

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import re
-from collections import OrderedDict
+import threading
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from ostinato.access.scope import Scope
 from ostinato.cache.block import NEVER, Block, Lineage
-from ostinato.cache.index import Index, readable
+from ostinato.cache.index import Index
 from ostinato.cache.keys import block_key
+from ostinato.cache.owned import Owned
 from ostinato.cache.plan import Plan
 from ostinato.cache.use import TokenType
+from ostinato.engine.advice import LOOKED_AT, After, Divergence, Loss, advise, after_change, around
 from ostinato.engine.sequence import Sequence, SequenceChain
 from ostinato.models.tokenizer import Tokenizer
 
-MissReason = Literal["never seen", "diverged", "evicted", "expired", "scope", "not released", "caching off"]
+MissReason = Literal["never seen", "diverged", "evicted", "expired", "scope", "caching off"]
 
 KEPT = 10_000
-"""Explanations of so many requests can be asked for."""
+"""Explanations of so many requests can be asked for; of each user's, its share."""
+SPANS = 256
+"""Spans of a prompt that are told apart; what comes behind them is told as one."""
 SHOWN = 12
 """Tokens shown on either side of where two texts part."""
 
 AROUND = 40
 """Tokens on either side in which a date or an identifier is looked for."""
-
-_VOLATILE = re.compile(
-    r"(?P<time>\d{4}-\d\d-\d\d|\d{1,2}:\d\d|\d{1,2}[./]\d{1,2}[./]\d{2,4}|\b20\d\d\b"
-    r"|\b(?:January|February|March|April|May|June|July|August|September|October|November|December|"
-    r"(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day)\b)"
-    r"|(?P<id>\b[0-9a-f]{8}-[0-9a-f]{4}-|\b[0-9a-f]{12,}\b|\d{6,})",
-)
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,6 @@ class Miss:
     """How the prompt goes on."""
     cached: str = ""
     """How what is cached goes on, where that is the asker's own."""
-    changing: str = ""
-    """What the prompt has there that is likely to change with every request."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +68,15 @@ class SpanReport:
 
 
 @dataclass(frozen=True)
+class _Other:
+    """What advice on a divergence is drawn from: the text before it, and either text behind it."""
+
+    texts: tuple[str, str, str]
+    after: After | None
+    """How the asker's own earlier text goes on, compared; None where the other is not its own."""
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What became of a request's prompt in the cache."""
 
@@ -80,7 +85,6 @@ class Explanation:
     cached_tokens: int
     spans: tuple[SpanReport, ...]
     advice: str | None
-    asker: Scope | None = field(repr=False, default=None)
     lineage: Lineage = field(repr=False, default=frozenset())
     """What must not be forgotten for it to stay."""
 
@@ -99,46 +103,59 @@ class Explainer:
         self._tokenizer = tokenizer
         self._policy = policy
         self._root = root
-        self._kept: OrderedDict[str, Explanation] = OrderedDict()
+        self._kept: Owned[Scope | None, str, Explanation] = Owned(KEPT)
+        self._lock = threading.Lock()
+        self.missed = Counter[str]()
+        """Prompt tokens that had to be computed, by why."""
 
     def admitted(self, sequence: Sequence, chains: Seq[SequenceChain], plans: Seq[Plan]) -> None:
         """Note why what is not in the plans of a request's chains is not."""
         if sequence.choice:
             return  # of several answers to one request, the first is explained: the others find what it has computed
         misses: dict[SequenceChain, Miss] = {}
+        others: dict[SequenceChain, _Other] = {}
         for chain, plan in zip(chains, plans, strict=True):
-            found = self._miss(sequence, chain, plan, misses)
+            found = self._miss(sequence, chain, plan, misses, others)
             if found is not None:
                 misses[chain] = found
-        spans = tuple(_spans(sequence, misses))
-        self._kept[sequence.request_id] = Explanation(
+        spans = _spans(sequence, misses)
+        missed = Counter[str]()
+        for span, _ in spans:
+            if span.miss is not None:
+                missed[span.miss.reason] += span.tokens - span.hit_tokens
+        self.missed = self.missed + missed  # a new one: other threads read it
+        told = Explanation(
             sequence.request_id,
             sequence.prompt_tokens,
             sequence.cached_tokens,
-            spans,
-            _advice(spans, self._index.pool.slots),
-            sequence.asker,
+            tuple(_bounded([span for span, _ in spans])),
+            _advice(spans, others, self._index.pool.slots),
             frozenset[Scope | str]((sequence.tag, *((sequence.asker,) if sequence.asker else ()))).union(
                 *((chain.scope, *chain.registered) for chain in sequence.chains)
             ),
         )
-        if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
+        with self._lock:
+            self._kept.put(sequence.asker, sequence.request_id, told)
 
     def get(self, request_id: str, asker: Scope | None) -> Explanation | None:
         """The explanation of a request, to whom it was for."""
-        found = self._kept.get(request_id)
-        return found if found is not None and found.asker == asker else None
+        with self._lock:
+            return self._kept.get(asker, request_id)
 
     def forget(self, forgotten: Callable[[Lineage], bool]) -> None:
         """Drop the explanations that show text of what is forgotten."""
-        for request_id, explanation in list(self._kept.items()):
-            if forgotten(explanation.lineage):
-                del self._kept[request_id]
+        with self._lock:
+            self._kept.forget(lambda _, told: forgotten(told.lineage))
 
     def _miss(
-        self, sequence: Sequence, chain: SequenceChain, plan: Plan, misses: dict[SequenceChain, Miss]
+        self,
+        sequence: Sequence,
+        chain: SequenceChain,
+        plan: Plan,
+        misses: dict[SequenceChain, Miss],
+        others: dict[SequenceChain, _Other],
     ) -> Miss | None:
+        """Why a chain is not all in its plan; None if it is. What it diverges from is put into `others`."""
         at, count = plan.cached_tokens, len(chain.token_ids)
         if at >= count - (chain is sequence.last):
             return None
@@ -157,44 +174,67 @@ class Explainer:
         block = self._index.store.blocks.get(key)
         if chain.ttl(at + 1) == 0:
             return replace(miss, reason="caching off")
-        if block is not None and block.expires <= now:
-            return replace(miss, reason="expired", seconds_ago=now - block.expires)
-        if block is not None and not readable(block, now, sequence.asker):
-            return replace(miss, reason="not released")
-        if key in self._index.lost:
-            how, when = self._index.lost[key]
-            policy = self._policy if how == "evicted" else ""
-            return replace(miss, reason=how, seconds_ago=max(0.0, now - when), policy=policy)
+        expired = None if block is None else _expired(block, sequence.asker, now)
+        if expired is not None:
+            return replace(miss, reason="expired", seconds_ago=now - expired)
+        loss = None if sequence.asker is None else self._index.lost.get(sequence.asker, key)
+        if loss is not None:
+            policy = self._policy if loss.how == "evicted" else ""
+            return replace(miss, reason=loss.how, seconds_ago=max(0.0, now - loss.when), policy=policy)
+        elsewhere = None if at else self._elsewhere(sequence, chain, now)
+        if elsewhere is not None:
+            return replace(miss, reason="scope", scope=str(elsewhere))
         other = self._other_way(parent, plan, sequence.asker, now)
-        if at and other is not None:
-            known = other.token_ids[plan.copied_tokens :][:SHOWN]
+        if other is not None and (at or chain is not sequence.chains[0]):
+            own = other.sent_by(sequence.asker, now) and other.expires == NEVER
+            mine = chain.token_ids[at:]
+            theirs = self._going_on(other, plan.copied_tokens, sequence.asker, now) if own else []
+            texts = around(
+                self._text, chain.token_ids[max(0, at - AROUND) : at], mine[:AROUND], theirs[:AROUND]
+            )
+            others[chain] = _Other(texts, after_change(theirs, mine) if own else None)
+            return replace(miss, reason="diverged", cached=self._text(theirs[:SHOWN]))
+        return miss
+
+    def _going_on(self, block: Block, start: int, asker: Scope | None, now: float) -> list[int]:
+        """How an earlier text of the asker's own goes on from token `start` of a block, as far as that is looked at."""
+        tokens = list(block.token_ids[start:])
+        following: Block | None = block
+        while following is not None and following.key is not None and len(tokens) <= LOOKED_AT:
             own = (
-                other.scope.level in ("user", "session")
-                and not other.scope.resource
-                and other.expires == NEVER
+                each
+                for each in self._index.children(following.key)
+                if each.sent_by(asker, now) and each.expires == NEVER
             )
-            before, after = chain.token_ids[max(0, at - AROUND) : at], chain.token_ids[at : at + AROUND]
-            changing = _changing(self._text(before), self._text(after))
-            return replace(
-                miss, reason="diverged", cached=self._text(known) if own else "", changing=changing
-            )
-        elsewhere = None if at else self._elsewhere(sequence, chain)
-        return miss if elsewhere is None else replace(miss, reason="scope", scope=str(elsewhere))
+            following = max(own, key=lambda each: each.use.time, default=None)
+            tokens += following.token_ids if following is not None else ()
+        return tokens
 
     def _other_way(self, parent: bytes, plan: Plan, asker: Scope | None, now: float) -> Block | None:
-        """A cached block that goes on in another way where the plan's cached beginning ends."""
+        """A block that the asker may read and that goes on in another way where the plan's cached beginning ends: one
+        of its own, rather, and the latest used."""
         if plan.copied is not None:
             return plan.copied if plan.copied.size > plan.copied_tokens else None
-        return next((b for b in self._index.children(parent) if readable(b, now, asker)), None)
+        return max(
+            (b for b in self._index.children(parent) if b.readable(asker, now)),
+            key=lambda b: (b.sent_by(asker, now), b.use.time),
+            default=None,
+        )
 
-    def _elsewhere(self, sequence: Sequence, chain: SequenceChain) -> Scope | None:
-        """Another scope of the asker in which the beginning of the chain is cached."""
+    def _elsewhere(self, sequence: Sequence, chain: SequenceChain, now: float) -> Scope | None:
+        """Another scope, of those that the asker may name, in which it would find the beginning of the chain."""
         size, asker = self._index.pool.block_size, sequence.asker
         if asker is None or chain.scope.resource or chain.registered or len(chain.token_ids) < size:
             return None
-        for scope in (Scope("public"), Scope("org", asker.org), asker):
+        beneath = partial(Scope.beneath, end_user=chain.scope.end_user, salt=chain.scope.salt)
+        named = [Scope("public"), Scope("org", asker.org)]
+        may = [beneath(scope) for scope in named if scope.level in sequence.publishes]
+        for scope in (*may, beneath(asker)):
+            if scope == chain.scope:
+                continue
             first = block_key(self._root(chain.origin, scope), chain.token_ids[:size])
-            if scope != chain.scope and first in self._index:
+            block = self._index.store.blocks.get(first)
+            if block is not None and block.readable(asker, now):
                 return scope
         return None
 
@@ -202,8 +242,17 @@ class Explainer:
         return self._tokenizer.decode(token_ids, skip_special=False)
 
 
-def _spans(sequence: Sequence, misses: dict[SequenceChain, Miss]) -> list[SpanReport]:
-    reports: list[SpanReport] = []
+def _expired(block: Block, asker: Scope | None, now: float) -> float | None:
+    """When what the asker has sent of a block's text expired for it; None if it did not, or was not sent by it."""
+    if block.private:
+        return block.expires if block.expires <= now else None
+    claim = None if asker is None else block.claims.get(asker)
+    return claim.expires if claim is not None and claim.expires <= now else None
+
+
+def _spans(sequence: Sequence, misses: dict[SequenceChain, Miss]) -> list[tuple[SpanReport, SequenceChain]]:
+    """The spans of a prompt, each with its chain."""
+    reports: list[tuple[SpanReport, SequenceChain]] = []
     total = 0
     for chain, start, end in sequence.seen():
         miss = misses.get(chain)
@@ -219,64 +268,45 @@ def _spans(sequence: Sequence, misses: dict[SequenceChain, Miss]) -> list[SpanRe
                 here = not miss.earlier and at <= miss.at < stop
                 why = replace(miss, at=number + miss.at - at if here else number, earlier=not here)
                 if not here:
-                    why = replace(why, yours="", cached="", changing="")
-            reports.append(
-                SpanReport(
-                    total + at - start, stop - at, kind, str(chain.scope), hit, "memory" if hit else None, why
-                )
-            )
+                    why = replace(why, yours="", cached="")
+            tier = "memory" if hit else None
+            report = SpanReport(total + at - start, stop - at, kind, str(chain.scope), hit, tier, why)
+            reports.append((report, chain))
             at = stop
         total += end - start
     return reports
 
 
-def _advice(spans: tuple[SpanReport, ...], slots: int) -> str | None:
-    """One line on what would make the next request like this cheaper, if anything would."""
-    lost = [span for span in spans if span.miss is not None]
-    behind = sum(span.tokens - span.hit_tokens for span in lost)
-    for span in lost:
-        miss = span.miss
-        if miss is None or miss.earlier:
-            continue
-        match miss.reason:
-            case "diverged" if span.kind in ("system", "tools", "template", "document", "text"):
-                return _on_change(span, miss, behind)
-            case "evicted":
-                return (
-                    f"{behind:,} tokens were evicted before they were asked for again: more --kv-tokens than "
-                    f"{slots:,} would keep them longer."
-                )
-            case "expired":
-                return f"{behind:,} tokens had expired: ask for a longer ttl if they are used again later."
-            case "scope":
-                return f"The same text is cached in scope {miss.scope}: name that scope in its cache_control to share it."
-            case "not released":
-                return "Somebody else computed this first; from the next request on it is shared."
-            case "caching off":
-                return "This request asks for its text not to be kept (ttl 0)."
-            case _:
-                continue
-    return None
-
-
-def _changing(before: str, after: str) -> str:
-    """What stands around a place in a text, if it is of a kind that changes all the time."""
-    line = before.rpartition("\n")[2] + after.partition("\n")[0]
-    at = len(before.rpartition("\n")[2])
-    for found in _VOLATILE.finditer(line):
-        if found.start() <= at <= found.end():
-            return "date or time" if found["time"] else "identifier"
-    return ""
-
-
-def _on_change(span: SpanReport, miss: Miss, behind: int) -> str:
-    of = {"system": "system prompt", "tools": "tool definitions"}.get(span.kind, span.kind)
-    if miss.changing:
-        return (
-            f"The {miss.changing} at token {miss.at}, in the {of}, changes from request to request, which costs "
-            f"{behind:,} tokens: move it behind everything that stays the same."
-        )
-    return (
-        f"The {of} differs from token {miss.at} on, which costs {behind:,} tokens: keep it the same in every "
-        "request, and move what changes to the end of the prompt."
+def _bounded(reports: list[SpanReport]) -> list[SpanReport]:
+    """The same, with all spans beyond so many as one."""
+    if len(reports) <= SPANS:
+        return reports
+    rest = reports[SPANS - 1 :]
+    last = replace(
+        rest[0],
+        tokens=sum(each.tokens for each in rest),
+        hit_tokens=sum(each.hit_tokens for each in rest),
+        tier=next((each.tier for each in rest if each.tier), None),
+        miss=next((each.miss for each in rest if each.miss), None),
     )
+    return [*reports[: SPANS - 1], last]
+
+
+def _advice(
+    spans: Seq[tuple[SpanReport, SequenceChain]], others: dict[SequenceChain, _Other], slots: int
+) -> str | None:
+    """One line on what would make the next request like this cheaper, if anything would."""
+    lost = [(span, chain, span.miss) for span, chain in spans if span.miss is not None]
+    behind = sum(span.tokens - span.hit_tokens for span, _, _ in lost)
+    for span, chain, miss in lost:
+        told = None
+        other = others.get(chain)
+        if miss.earlier:
+            continue
+        if miss.reason == "diverged" and other is not None:
+            told = advise(Divergence(span.kind, miss.at, behind, *other.texts, other.after))
+        elif miss.reason not in ("diverged", "never seen"):
+            told = advise(Loss(miss.reason, behind, slots, miss.scope))
+        if told is not None:
+            return told
+    return None

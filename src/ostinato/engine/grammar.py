@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,14 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
+from ostinato.access.scope import Scope
+from ostinato.cache.owned import Owned
 from ostinato.errors import InvalidRequestError
 from ostinato.models.tokenizer import Tokenizer
 
 MAX_SOURCE = 2**17
 """Most characters of a grammar: a schema is read by the server for the client, so it costs the server time."""
-KEPT = 128
+KEPT = 256
 """Compiled grammars that are kept. Most clients send the same few."""
 
 # What a grammar may cost: about 20 ms to compile its lexer, a few ms a token at the worst. The library's
@@ -126,11 +127,12 @@ class Grammars:
         self._tokenizer = tokenizer
         self._stop_token_ids = sorted(token for token in stop_token_ids if token < tokenizer.vocab_size)
         self._vocabulary: _Vocabulary | None = None
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        # By whose they are: how soon one is compiled would tell what others have sent.
+        self._compiled: Owned[Scope | None, str, llguidance.LLMatcher] = Owned(KEPT)
         self._lock = threading.Lock()
 
-    def matcher(self, grammar: Grammar) -> Matcher:
-        """The beginning of a reply in this grammar.
+    def matcher(self, grammar: Grammar, owner: Scope | None = None) -> Matcher:
+        """The beginning of a reply in this grammar, to a user.
 
         Raises:
             InvalidRequestError: it is malformed, too large or too complex, or there is something in it that is
@@ -144,16 +146,17 @@ class Grammars:
             if self._vocabulary is None:  # made when first needed: it takes up to a second
                 self._vocabulary = _Vocabulary(self._tokenizer, self._stop_token_ids)
             vocabulary = self._vocabulary
-            compiled = self._compiled.get(grammar.source)
-            if compiled is not None:
-                self._compiled.move_to_end(grammar.source)
+            compiled = self._compiled.get(owner, grammar.source)
         if compiled is None:
             compiled = self._compile(grammar, vocabulary)
             with self._lock:
-                self._compiled[grammar.source] = compiled
-                if len(self._compiled) > KEPT:
-                    self._compiled.popitem(last=False)
+                self._compiled.put(owner, grammar.source, compiled)
         return Matcher(grammar, compiled, vocabulary)
+
+    def forget(self, forgotten: Callable[[Scope], bool]) -> None:
+        """Drop the grammars of users whose scopes are forgotten."""
+        with self._lock:
+            self._compiled.forget(lambda owner, _: owner is not None and forgotten(owner))
 
     def _compile(self, grammar: Grammar, vocabulary: _Vocabulary) -> llguidance.LLMatcher:
         def refused(why: str) -> InvalidRequestError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TypedDict
 
@@ -52,6 +52,13 @@ class Options(TypedDict, total=False):
     """Number among the answers to one request; they are one turn of its session, for which the first stands."""
     request_id: str
     """A name to ask by for the request's explanation, and to forget it."""
+    end_user: str
+    """Of the principal's own users, whose request it is: what it computes in the user's scope is found for that one
+    alone."""
+    cache_salt: str
+    """What it computes, in whatever scope, is found with the same salt alone."""
+    epoch: int
+    """`Engine.epoch` of before the first of its text was read, where that was read from somewhere."""
 
 
 class Intake:
@@ -139,6 +146,9 @@ class Intake:
         ttl: float | None = None,
         choice: int = 0,
         request_id: str = "",
+        end_user: str = "",
+        cache_salt: str = "",
+        epoch: int = 0,
     ) -> Sequence:
         """Tokenise and check a request that came in at `arrived`."""
         params = params or SamplingParams()
@@ -148,7 +158,8 @@ class Intake:
                 param="session",
             )
         named = session_name(session)
-        asker = Asker(principal, named, scope, ttl, self._ttls)
+        beneath = session_name(end_user), session_name(cache_salt)
+        asker = Asker(principal, named, scope, ttl, self._ttls, *beneath)
         encoded = self.encode(prompt, mode=mode, link_tokens=link_tokens, level=scope)
         vocab = self._config.vocab_size
         if not encoded.chains[-1].token_ids:
@@ -164,12 +175,14 @@ class Intake:
         if room < 1:
             raise self._too_long(f"The prompt has {len(encoded.token_ids)} tokens")
         sequence = Sequence(next(self._ids), chains, params, min(params.max_tokens or room, room), arrived)
-        if params.grammar is not None:
-            sequence.matcher = self._grammars.matcher(params.grammar)
         sequence.asker = principal.scope("user")
+        if params.grammar is not None:
+            sequence.matcher = self._grammars.matcher(params.grammar, sequence.asker)
+        sequence.epoch, sequence.publishes = epoch, asker.publishes
         if named and not choice:
             # The same name is another session for another user.
-            sequence.session = hashlib.sha256(principal.scope("session", named).encoded()).hexdigest()
+            of_user = principal.scope("session", named).beneath(end_user=beneath[0], salt=beneath[1])
+            sequence.session = hashlib.sha256(of_user.encoded()).hexdigest()
         sequence.request_id = request_id or f"req-{sequence.id}"
         sequence.choice = choice
         sequence.tag = request_tag(sequence.asker, sequence.request_id)
@@ -181,13 +194,17 @@ class Intake:
         chains = sequence_chains(
             scoped(prompt, asker, smallest=size), self._fingerprint, size, self._secrets.secret
         )
-        if self._release_once:
-            for chain in chains:
-                # What is registered, or the server's own text, is no secret of who happens to use it first.
-                written = any(kind != "template" for _, kind in chain.kinds)
-                if chain.scope.level in ("public", "org") and not chain.scope.resource and written:
-                    chain.owner = asker.principal.scope("user")
+        for chain in chains:
+            # The server's own text is nobody's.
+            if not chain.scope.private and any(kind != "template" for _, kind in chain.kinds):
+                chain.sender = asker.principal.scope("user")
+                # What is registered says itself who may.
+                chain.guarded = self._release_once and not chain.scope.resource
         return chains
+
+    def forget(self, scopes: Callable[[Scope], bool], user: Scope) -> None:
+        """Drop what is kept of the texts of users whose scopes are forgotten, and of `user`, who asks for it."""
+        self._grammars.forget(lambda owner: owner == user or scopes(owner))
 
     def root(self, origin: tuple[str, int, bytes], scope: Scope) -> bytes:
         return root_of(self._fingerprint, origin, self._secrets.secret(scope))

@@ -1,14 +1,16 @@
 """The scheduler: who computes how many tokens in the next step, and who gets which blocks.
 
-Continuous batching: every step first gives each decoding sequence its one token, then spends the rest of
-the token budget on chunks of prefill. Arrival order decides admission; a step's prefill budget is split
-between the oldest sequence and the shortest ones, so a long prompt neither starves nor blocks the others.
+Continuous batching: every step gives each decoding sequence its one token, and spends the rest of the token budget on
+chunks of prefill, split between the oldest sequence and the shortest ones, so that a long prompt neither starves nor
+blocks the others. A user's requests are admitted in the order of their arrival. Between users seats, blocks and steps
+are shared (`shares.py`): nobody's requests, however many and long, hold up another's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -17,6 +19,7 @@ from ostinato.cache.block import Block, Lineage
 from ostinato.cache.index import Index
 from ostinato.cache.plan import Plan, make_plan
 from ostinato.engine.sequence import Sequence, SequenceChain
+from ostinato.engine.shares import Holding, Shares, User, holdings_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class Work:
     def samples(self) -> bool:
         """True if the step computes the last known token, so that the next one can be sampled."""
         return sum(count for _, count in self.sequence.take(self.tokens)) == self.sequence.remaining
+
+
+OVERTAKEN = 64
+"""Requests of others that may be admitted before one that there is no room for yet."""
 
 
 Move = Callable[[list[int], list[int], int], None]
@@ -61,6 +68,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.shares = Shares()
+        self._steps = 0
         # Blocks a running sequence will have computed soon: whoever needs them waits for them.
         self._computing: dict[bytes, Sequence] = {}
 
@@ -87,24 +96,26 @@ class Scheduler:
         self.index.sweep(self._clock())
         self._admit()
         self._grow()
+        queues = by_user(self.running)
+        demands = {user: sum(s.remaining for s in own) for user, own in queues.items()}
+        demands = {user: min(tokens, self.max_batch_tokens) for user, tokens in demands.items() if tokens}
+        if not demands:
+            return []
+        shares = self.shares.split(demands, self.max_batch_tokens)
+        chunks: dict[Sequence, int] = {}
+        for user, share in shares.items():
+            # Alone, whoever decodes a lot of replies still gets on with its next prompt.
+            least = self.block_size if len(shares) == 1 else 0
+            chunks |= _chunks(queues[user], share, least)
+        self._steps += 1
+        work: list[Work] = []
+        for sequence, tokens in chunks.items():
+            sequence.stepped = self._steps
+            work.append(Work(sequence, tokens))
+            for chain, count in sequence.take(tokens):
+                chain.written(chain.computed, count, self.block_size)
         # Those that look at the same KV stand side by side, so that it is read once for all of them.
-        decoding = sorted((s for s in self.running if s.remaining == 1), key=_what_it_reads)
-        prefilling = [s for s in self.running if s.remaining > 1]
-        work = [Work(s, 1) for s in decoding]
-        budget = max(self.max_batch_tokens - len(decoding), self.block_size)
-        if prefilling:
-            oldest = prefilling[0]
-            share = budget if len(prefilling) == 1 else max(budget // 2, self.block_size)
-            chunks = {oldest: min(oldest.remaining, share)}
-            budget -= chunks[oldest]
-            for sequence in sorted(prefilling[1:], key=lambda s: s.remaining):
-                if budget <= 0:
-                    break
-                chunks[sequence] = min(sequence.remaining, budget)
-                budget -= chunks[sequence]
-            chunks[oldest] += max(0, min(budget, oldest.remaining - chunks[oldest]))
-            work += [Work(s, n) for s, n in chunks.items()]
-        return work
+        return sorted(work, key=lambda item: (item.sequence.remaining > 1, *_what_it_reads(item.sequence)))
 
     def computed(self, work: Seq[Work]) -> None:
         """The step's KV is written: make full blocks findable by others."""
@@ -125,38 +136,68 @@ class Scheduler:
     def forget(self, forgotten: Callable[[Lineage], bool]) -> list[Block]:
         """Take away what is `forgotten`. Requests that have to do with it go on, and nothing they compute is kept."""
         blocks = self.index.forget(forgotten)
-        taken = set(blocks)
         for sequence in (*self.waiting, *self.running):
-            own = frozenset[Scope | str]().union(
-                {sequence.tag},
-                *({chain.scope, *chain.registered, *chain.lineage} for chain in sequence.chains),
-            )
-            held = (block for chain in sequence.chains for block in chain.blocks)
-            if forgotten(own) or not taken.isdisjoint(held):
+            if forgotten(sequence.lineage) or _holds(sequence, blocks):
+                self.keep_nothing(sequence)
+        return blocks
+
+    def unclaim(self, user: Scope, request: str) -> list[Block]:
+        """Have a user's request hold nothing of shared scopes any more; see `Index.unclaim`."""
+        blocks = self.index.unclaim(user, request, self._clock())
+        gone = [block for block in blocks if block.key is None]
+        for sequence in (*self.waiting, *self.running):
+            if _holds(sequence, gone):
                 self.keep_nothing(sequence)
         return blocks
 
     def keep_nothing(self, sequence: Sequence) -> None:
-        """Nothing that the sequence computes from now on can be found, and its KV is erased when it ends."""
+        """Nothing that the sequence computes from now on can be found."""
         sequence.kept = False
         for chain in sequence.chains:
-            for block in chain.blocks[chain.published :]:
-                block.secret = True
             for key in chain.keys[chain.published :]:
                 self._stop_computing(sequence, key)
 
     def _admit(self) -> None:
-        for sequence in list(self.waiting):
-            if len(self.running) >= self.max_sequences:
-                return
+        """Admit those who wait while there is room, first of the users who have least running for their part."""
+        queues = {user: deque(own) for user, own in by_user(self.waiting).items()}
+        blocked: list[Sequence] = []
+        holdings = self._holdings()
+        while queues:
+            user = min(queues, key=lambda each: (holdings[each].seats_over, queues[each][0].id))
+            sequence = queues[user].popleft()
+            if not queues[user]:
+                del queues[user]
             self._skip_sources(sequence)
             chains = [chain for chain in sequence.chains if not chain.skipped]
             if any(self._awaits_other(sequence, chain) for chain in chains):
                 continue
+            if len(self.running) >= self.max_sequences and not holdings[user].may_have_seat:
+                return  # who comes next has as much running already
             plans = [self._plan(sequence, chain) for chain in chains]
+            wanted = sum(plan.new_blocks for plan in plans)
+            if self.running and not self._fits(plans) and not holdings[user].may_have_blocks(wanted):
+                # In turn: what is large is not overtaken by its own user's small ones, nor for ever by others'.
+                blocked.append(sequence)
+                queues.pop(user, None)
+                continue
+            if blocked and not (holdings[user].may_have_blocks(wanted) and _overtake(blocked)):
+                queues.pop(user, None)
+                continue
+            while len(self.running) >= self.max_sequences or not self._fits(plans):
+                seat = len(self.running) >= self.max_sequences
+                victim = self._over_its_part(seat=seat)
+                if victim is None:
+                    break
+                self._preempt(victim)
+                holdings = self._holdings()
+                plans = [self._plan(sequence, chain) for chain in chains]
+            if len(self.running) >= self.max_sequences:
+                return
             if not self._fits(plans):
                 if self.running:
-                    return  # in turn: a large request is not overtaken for ever by small ones
+                    blocked.append(sequence)
+                    queues.pop(user, None)
+                    continue
                 # Alone, the request fits by the engine's own check; only its copy sources may be in the way.
                 size = self.block_size
                 plans = [
@@ -166,6 +207,28 @@ class Scheduler:
                     f"{len(plans)} chains do not fit {self.index.pool.slots // size} blocks"
                 )
             self._start(sequence, chains, plans)
+            holdings = self._holdings()
+
+    def _holdings(self) -> dict[User, Holding]:
+        running, waiting = by_user(self.running), by_user(self.waiting)
+        held = {
+            user: (len(own), sum(len(chain.blocks) for s in own for chain in s.chains))
+            for user, own in running.items()
+        }
+        return holdings_of(
+            {user: held.get(user, (0, 0)) for user in (*running, *waiting)},
+            self.max_sequences,
+            self.index.pool.blocks,
+        )
+
+    def _over_its_part(self, *, seat: bool) -> Sequence | None:
+        """The youngest request of the user that has most beyond its part of the seats, or of the blocks."""
+        holdings = self._holdings()
+        users = [user for user, own in holdings.items() if (own.seats_over if seat else own.blocks_over) > 1]
+        if not users:
+            return None
+        most = max(users, key=lambda each: holdings[each].seats_over if seat else holdings[each].blocks_over)
+        return next(s for s in reversed(self.running) if s.asker == most)
 
     def _skip_sources(self, sequence: Sequence) -> None:
         """Where all of a moved chain is cached, nothing has to be computed at its home."""
@@ -182,6 +245,7 @@ class Scheduler:
                 continue
             count = len(chain.token_ids)
             targets = chain.slots(chain.computed, count, size)
+            chain.written(chain.computed, count, size)
             self._move(source.slots(chain.computed, count, size), targets, chain.start - source.start)
             chain.computed = count
             self._publish(sequence, chain)
@@ -211,16 +275,22 @@ class Scheduler:
         keys = chain.chain(self.block_size)
         missing = next((key for key in keys if key not in self.index), None)
         other = None if missing is None else self._computing.get(missing)
-        return other is not None and (chain.owner is None or other.asker == sequence.asker)
+        return other is not None and (not chain.guarded or other.asker == sequence.asker)
 
     def _start(self, sequence: Sequence, chains: list[SequenceChain], plans: list[Plan]) -> None:
         now = sequence.use.time
         # All of them before the first allocation, which may evict.
         for chain, plan in zip(chains, plans, strict=True):
             end = 0
-            for block in plan.touched:
+            for block in plan.reused:
                 end += block.size
                 self.index.acquire(block, sequence.use, now + chain.ttl(end))
+                if chain.sender is not None:
+                    block.claim(chain.sender, chain.claim(end, now, sequence.tag))
+            if plan.copied is not None:
+                # Of a shared block the rest is not this request's text: it lives no longer for it.
+                ends = now + chain.ttl(end + plan.copied.size) if chain.sender is None else 0.0
+                self.index.acquire(plan.copied, sequence.use, ends)
         if not sequence.admitted:
             self._miss(sequence, chains, plans)
             for chain, plan in zip(chains, plans, strict=True):
@@ -252,13 +322,12 @@ class Scheduler:
 
     def _start_chain(self, sequence: Sequence, chain: SequenceChain, plan: Plan) -> None:
         after = plan.reused[-1].number if plan.reused else None
-        new = self.index.allocate(plan.new_blocks, after=after)
+        new = self.index.allocate(plan.new_blocks, after=after, now=self._clock())
         if plan.copied is not None:
             size = self.block_size
             self.index.pool.copy_slots(plan.copied.number * size, new[0].number * size, plan.copied_tokens)
             self.index.release([plan.copied], sequence.use)
-        for block in new:
-            block.secret = not sequence.kept
+            new[0].blank = False
         chain.blocks = [*plan.reused, *new]
         chain.forget_runs()
         chain.published = len(plan.reused)
@@ -270,10 +339,9 @@ class Scheduler:
             last = sequence.last
             while sequence in self.running and len(last.token_ids) > len(last.blocks) * self.block_size:
                 if self.index.available_blocks:
-                    last.blocks += self.index.allocate(1, after=last.blocks[-1].number)
-                    last.blocks[-1].secret = not sequence.kept
+                    last.blocks += self.index.allocate(1, after=last.blocks[-1].number, now=self._clock())
                 else:
-                    self._preempt(self.running[-1])
+                    self._preempt(self._over_its_part(seat=False) or self.running[-1])
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue, in order of arrival; what it computed stays cached while there is room."""
@@ -313,7 +381,7 @@ class Scheduler:
         if tail and sequence.kept:
             self._describe(sequence, chain, chain.published)
             parent = chain.parent_key(chain.published)
-            kept = self.index.publish_tail(rest.pop(0), parent, tail, sequence.use)
+            kept = self.index.publish_tail(rest.pop(0), parent, tail, sequence.use, sequence.asker)
             if kept is not None:
                 blocks.append(kept)
         self.index.release([*blocks, *rest], sequence.use)
@@ -324,22 +392,74 @@ class Scheduler:
         chain.published = chain.computed = 0
 
     def _describe(self, sequence: Sequence, chain: SequenceChain, number: int) -> None:
-        size = self.block_size
-        chain.describe(number, size)
-        end = min((number + 1) * size, len(chain.token_ids))
-        chain.blocks[number].expires = sequence.use.time + chain.ttl(end)
+        chain.describe(number, self.block_size, sequence.use.time, sequence.tag)
 
     def _stop_computing(self, sequence: Sequence, key: bytes) -> None:
         if self._computing.get(key) is sequence:
             del self._computing[key]
 
 
+def by_user(sequences: Iterable[Sequence]) -> dict[User, list[Sequence]]:
+    """Sequences by whose they are, in their order."""
+    queues: dict[User, list[Sequence]] = {}
+    for sequence in sequences:
+        queues.setdefault(sequence.asker, []).append(sequence)
+    return queues
+
+
+def _overtake(blocked: Seq[Sequence]) -> bool:
+    """Whether those that there is no room for can be overtaken once more; then they are."""
+    if any(each.overtaken >= OVERTAKEN for each in blocked):
+        return False
+    for each in blocked:
+        each.overtaken += 1
+    return True
+
+
+def _chunks(sequences: Seq[Sequence], share: int, least: int) -> dict[Sequence, int]:
+    """The tokens that a user's sequences compute of its share of a step.
+
+    Each decoding one has its token, those first that have waited longest; at least half of the share is for prefill
+    where there is any, `least` tokens at the least. That is split between the oldest and the shortest.
+    """
+    prefilling = [s for s in sequences if s.remaining > 1]
+    decoding = sorted((s for s in sequences if s.remaining == 1), key=lambda s: (s.stepped, s.id))
+    wanted = sum(s.remaining for s in prefilling)
+    chunks = dict.fromkeys(decoding[: max(share - min(wanted, share // 2), 0)], 1)
+    budget = max(share - len(chunks), least)
+    if not prefilling or not budget:
+        return chunks
+    oldest = prefilling[0]
+    chunks[oldest] = min(oldest.remaining, budget if len(prefilling) == 1 else max(budget // 2, least, 1))
+    budget -= chunks[oldest]
+    for sequence in sorted(prefilling[1:], key=lambda s: s.remaining):
+        if budget <= 0:
+            break
+        chunks[sequence] = min(sequence.remaining, budget)
+        budget -= chunks[sequence]
+    chunks[oldest] += max(0, min(budget, oldest.remaining - chunks[oldest]))
+    return chunks
+
+
 def _lineage(sequence: Sequence, chain: SequenceChain, plan: Plan) -> Lineage:
-    """What the chain's KV is computed from: its own text, what it sees, and what computed the cached beginning."""
+    """What the chain's KV is computed from: its own text, what it sees, and what computed the cached beginning.
+
+    Of one user's own text that is the requests too; shared text is computed from nothing that is a request's, and
+    has claims of those who sent it.
+    """
     seen = [sequence.chains[view.chain].lineage for view in chain.sees]
-    found = [block.lineage for block in (*plan.reused[-1:], *((plan.copied,) if plan.copied else ()))]
     source = [chain.source.lineage] if chain.source else []
-    return frozenset((chain.scope, sequence.tag)).union(chain.registered, *seen, *found, *source)
+    own = frozenset[Scope | str]((chain.scope,)).union(chain.registered, *seen, *source)
+    if not chain.scope.private:
+        return own
+    found = [block.lineage for block in (*plan.reused[-1:], *((plan.copied,) if plan.copied else ()))]
+    return own.union((sequence.tag,), *found)
+
+
+def _holds(sequence: Sequence, blocks: Iterable[Block]) -> bool:
+    """Whether a sequence reads one of some blocks."""
+    some = set(blocks)
+    return any(not some.isdisjoint(chain.blocks) for chain in sequence.chains)
 
 
 def _what_it_reads(sequence: Sequence) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ostinato.access.scope import PUBLIC, Scope
-from ostinato.cache.block import NEVER, Block, Lineage
+from ostinato.access.scope import PUBLIC, Level, Scope
+from ostinato.cache.block import NEVER, Block, Claim, Lineage
 from ostinato.cache.keys import chain_keys, encode_fields, root_key
 from ostinato.cache.pool import Run
 from ostinato.cache.use import INSTRUCTIONS, NOBODY, TokenType, Use
@@ -56,8 +56,10 @@ class SequenceChain:
     """Where each span ends, and how long its KV may stay after its latest use; the last holds for all behind it."""
     continues: bool = False
     """Whether it only goes on where the chain before it ends, in another scope."""
-    owner: Scope | None = None
-    """Who alone may reuse what it computes, until somebody else has computed the same."""
+    sender: Scope | None = None
+    """Of a shared scope: the user who has sent its text, and so has a claim on what it computes."""
+    guarded: bool = False
+    """Whether a user finds what it computes only by a claim of its own, or by those of two others."""
     lineage: Lineage = frozenset()
     """What its KV is computed from, known once it is admitted."""
     origin: tuple[str, int, bytes] = ("prefix", 0, b"")
@@ -131,12 +133,27 @@ class SequenceChain:
             del counts["template"]
         return max(reversed(counts), key=counts.__getitem__)
 
-    def describe(self, block: int, block_size: int) -> None:
-        """Note in block number `block` where it stands and what it holds."""
+    def describe(self, block: int, block_size: int, now: float, tag: str) -> None:
+        """Note in block number `block` where it stands, what it holds, and that the request `tag` has computed it."""
         described = self.blocks[block]
         described.kind, described.depth = self.kind_of(block, block_size), block
         described.offset = self.start + block * block_size
-        described.scope, described.lineage, described.owner = self.scope, self.lineage, self.owner
+        described.scope, described.lineage = self.scope, self.lineage
+        end = min((block + 1) * block_size, len(self.token_ids))
+        described.expires = now + self.ttl(end)
+        described.claimed = self.claimed
+        described.guarded = self.guarded
+        if self.sender is not None:
+            described.claim(self.sender, self.claim(end, now, tag))
+
+    @property
+    def claimed(self) -> bool:
+        """Whether what it computes goes with the last claim on it. What is registered goes with its registration."""
+        return self.sender is not None and not self.scope.resource
+
+    def claim(self, end: int, now: float, tag: str) -> Claim:
+        """The claim of a request on KV that the token before number `end` is the last of."""
+        return Claim(now + self.ttl(end), frozenset((tag,)))
 
     def ttl(self, end: int) -> float:
         """How long KV may stay that the token before number `end` is the last of."""
@@ -144,6 +161,11 @@ class SequenceChain:
             if end <= span_end or span_end == self.ttls[-1][0]:
                 return NEVER if ttl is None else ttl
         return NEVER
+
+    def written(self, start: int, count: int, block_size: int) -> None:
+        """Note that the KV of tokens number `start` on is being written: there is something to erase from now on."""
+        for block in self.blocks[start // block_size : -(-(start + count) // block_size)]:
+            block.blank = False
 
     def forget_runs(self) -> None:
         """Call after replacing or dropping blocks."""
@@ -180,6 +202,14 @@ class Sequence:
     """Number among the answers to the request."""
     tag: str = ""
     """The request's in the lineage of what it computes."""
+    epoch: int = 0
+    """How much had been forgotten when the first of its text was read."""
+    publishes: frozenset[Level] = frozenset()
+    """The levels of scopes that the user may publish in."""
+    stepped: int = 0
+    """Number of the latest step that it had a part in."""
+    overtaken: int = 0
+    """How many requests of others were admitted while there was no room for it."""
     kept: bool = True
     """False once something in it is forgotten: nothing that it computes is kept."""
     use: Use = NOBODY
@@ -284,6 +314,13 @@ class Sequence:
                 keys += chain.chain(block_size)[shared // block_size :]
             shared = max(0, shared - count)
         return keys
+
+    @property
+    def lineage(self) -> Lineage:
+        """All that it has to do with: if any of that is forgotten, nothing of it is kept."""
+        return frozenset[Scope | str]((self.tag,)).union(
+            *({chain.scope, *chain.registered, *chain.lineage} for chain in self.chains)
+        )
 
     def has_kind(self, *kinds: TokenType) -> bool:
         return any(kind in kinds for chain in self.chains for _, kind in chain.kinds)

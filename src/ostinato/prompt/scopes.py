@@ -31,6 +31,10 @@ class Asker:
     ttl: float | None = None
     limits: Mapping[Level, float] = field(default_factory=dict[Level, float])
     """Longest time to live that a scope of each level may have, in seconds."""
+    end_user: str = ""
+    """Of the principal's own users, whose request it is; like `session` a name that narrows, and never widens."""
+    salt: str = ""
+    """What narrows every scope of the request's text to those who name the same."""
 
     @property
     def own(self) -> Scope:
@@ -41,7 +45,12 @@ class Asker:
     def alone(self) -> Scope:
         """The scope of what is computed from texts that no wider one holds together."""
         own = self.own  # refused here too, if it is not the principal's to publish in
-        return self.principal.scope("user") if rank(self.level) < rank("user") else own
+        return self._narrowed("user") if rank(self.level) < rank("user") else own
+
+    @property
+    def publishes(self) -> frozenset[Level]:
+        """The levels beyond its user that the principal may publish in."""
+        return frozenset(level for level, needed in _PERMISSIONS.items() if self.principal.may(needed))
 
     def scope(self, wanted: Level | Scope | None) -> Scope:
         """The scope that a span gets which asks for `wanted`.
@@ -67,7 +76,10 @@ class Asker:
                 "Scope 'session' needs a session: name it in prompt_cache_key or metadata.session_id.",
                 param="cache_control.scope",
             )
-        return self.principal.scope(level, self.session)
+        return self._narrowed(level)
+
+    def _narrowed(self, level: Level) -> Scope:
+        return self.principal.scope(level, self.session).beneath(end_user=self.end_user, salt=self.salt)
 
     def ttl_of(self, span: Span, scope: Scope) -> float | None:
         asked = self.ttl if span.ttl is None else span.ttl
