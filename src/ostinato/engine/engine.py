@@ -547,8 +547,8 @@ class Engine:
         for item in work:
             self._outputs[item.sequence].started()
         began = time.perf_counter()
+        replies = sum(item.sequence.remaining == 1 for item in work)
         logits = self._runner.run(work)
-        self.scheduler.shares.pace.learn(sum(item.tokens for item in work), time.perf_counter() - began)
         sampling = [item.sequence for item in work if item.samples]
         if self.predictor is not None:
             for row, sequence in enumerate(sampling):
@@ -559,6 +559,8 @@ class Engine:
             sequence.last.token_ids.append(sampled.token_id)
             if self._outputs[sequence].add(sampled) is not None:
                 self._finish(sequence)
+        prefill = sum(item.tokens for item in work) - replies
+        self.scheduler.shares.took(prefill, replies, time.perf_counter() - began)
 
     def _add(self, sequence: Sequence, output: Output) -> None:
         self._outputs[sequence] = output

@@ -98,15 +98,13 @@ class Scheduler:
         self._grow()
         queues = by_user(self.running)
         demands = {user: sum(s.remaining for s in own) for user, own in queues.items()}
-        demands = {user: min(tokens, self.max_batch_tokens) for user, tokens in demands.items() if tokens}
+        demands = {user: min(wanted, self.max_batch_tokens) for user, wanted in demands.items() if wanted}
         if not demands:
             return []
-        shares = self.shares.split(demands, self.max_batch_tokens)
         chunks: dict[Sequence, int] = {}
-        for user, share in shares.items():
+        for user, share in self.shares.split(demands, self.max_batch_tokens).items():
             # Alone, whoever decodes a lot of replies still gets on with its next prompt.
-            least = self.block_size if len(shares) == 1 else 0
-            chunks |= _chunks(queues[user], share, least)
+            chunks |= _chunks(queues[user], share, self.block_size if len(demands) == 1 else 0)
         self._steps += 1
         work: list[Work] = []
         for sequence, tokens in chunks.items():
@@ -424,8 +422,8 @@ def _chunks(sequences: Seq[Sequence], share: int, least: int) -> dict[Sequence, 
     """
     prefilling = [s for s in sequences if s.remaining > 1]
     decoding = sorted((s for s in sequences if s.remaining == 1), key=lambda s: (s.stepped, s.id))
-    wanted = sum(s.remaining for s in prefilling)
-    chunks = dict.fromkeys(decoding[: max(share - min(wanted, share // 2), 0)], 1)
+    reserved = min(sum(s.remaining for s in prefilling), share // 2)
+    chunks = dict.fromkeys(decoding[: share - reserved], 1)
     budget = max(share - len(chunks), least)
     if not prefilling or not budget:
         return chunks

@@ -1,11 +1,9 @@
 """Shares: what each user gets of a step, so that no one's requests hold up another's.
 
-The time of a step is a fixed part (all weights are read once) and a part for each token. While one user's requests are
-alone, a step is as full as can be. Beside another's, it takes no longer than both users' own would one after the
-other, where the one with less to do is done: whoever decodes one reply finds each step twice as long as alone, and not
-sixty-four times. Tokens are split by max-min fairness, between organisations first and then between their users, and
-where they cannot be split those get them that have had least (deficit round robin, Shreedhar and Varghese 1995, by
-tokens computed).
+While one user's requests are alone, a step is as full as can be. Beside another's, it takes no longer than both users'
+own would one after the other: whoever decodes one reply finds each step twice as long as alone, and not sixty-four
+times. Tokens are split by max-min fairness, between organisations first and then between their users, and where they
+cannot be split those get them that have had least time (as in deficit round robin, Shreedhar and Varghese 1995).
 """
 
 from __future__ import annotations
@@ -66,59 +64,90 @@ def _org(user: User) -> str:
     return "" if user is None else user.org
 
 
-class Pace:
-    """Learns how many tokens take as long as a step's fixed part: a line through (tokens, seconds) of the latest steps."""
-
-    _FORGET = 0.98
-    _LEAST, _MOST = 8.0, 512.0
-
-    def __init__(self, fixed: float = 32.0) -> None:
-        self.fixed = fixed
-        self._count = self._x = self._y = self._xx = self._xy = 0.0
-
-    def learn(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
-        keep = self._FORGET
-        self._count = self._count * keep + 1
-        self._x = self._x * keep + tokens
-        self._y = self._y * keep + seconds
-        self._xx = self._xx * keep + tokens * tokens
-        self._xy = self._xy * keep + tokens * seconds
-        spread = self._count * self._xx - self._x**2
-        if spread < self._count**2:  # all about as long: no line to be seen
-            return
-        each = (self._count * self._xy - self._x * self._y) / spread
-        base = (self._y - each * self._x) / self._count
-        if each > 0:
-            self.fixed = min(max(base / each, self._LEAST), self._MOST)
-
-
 class Shares:
-    """Splits steps between the users with something to compute, and remembers who has had how much."""
+    """Splits steps between the users with something to compute, and remembers who has had how much time.
+
+    What a step costs depends on the processor, the model and what is in it, so that is not foretold but steered: where
+    a step took longer than it should, the next has fewer tokens. Where two users' tokens in one step take longer than
+    in one each (a matrix times two vectors may), the users take turns instead.
+    """
+
+    TURNS = 64
+    """Steps that users take turns for, before it is tried again to compute for them together."""
+    TURN = 0.25
+    """Seconds that a turn of prefill takes."""
+    WATCHFUL = 512
+    """Steps for which, after users had to share, prefill goes on in turns: whoever comes back waits for one at most."""
+    LATEST = 0.1
+    """Weight of the latest step in what is known of steps."""
 
     def __init__(self) -> None:
-        self.pace = Pace()
+        self._alone = 0.0
+        self._token = 0.0
+        self._room = 16.0
+        self._turns = self._watchful = 0
+        self._should: float | None = None
+        self._shares: dict[User, int] = {}
         self._served: dict[User, float] = {}
 
     def split(self, demands: Mapping[User, int], most: int) -> dict[User, int]:
-        """How many of the tokens that they could compute each user gets in a step of at most `most` tokens."""
-        users = len(demands)
-        least = min(demands.values())
-        # The fixed part is paid once, and each user has the time of whoever needs least.
-        contested = users * least + (users - 1) * round(self.pace.fixed)
-        budget = min(most, sum(demands.values()) if users == 1 else contested)
+        """How many of the tokens that it could compute each user gets in a step; alone, up to `most`."""
         self._known(demands)
+        self._should = None
+        self._watchful = self.WATCHFUL if len(demands) > 1 else max(0, self._watchful - 1)
+        turn = min(most, max(64, round(self.TURN / self._token))) if self._token and self._watchful else most
+        if len(demands) == 1:
+            self._shares = dict.fromkeys(demands, turn)
+        elif self._turns:
+            self._turns -= 1
+            self._shares = {self._least_served(demands): turn}
+        else:
+            # Each user has the time of whoever needs least, and at least as many tokens.
+            least = min(demands.values())
+            self._should = len(demands) * (self._alone + (least - 1) * self._token)
+            self._shares = self._together(demands, min(most, len(demands) * least + int(self._room)))
+        return self._shares
+
+    def took(self, prefill: int, replies: int, seconds: float) -> None:
+        """The step that was split last, with so much prefill and the next token of so many replies, took so long."""
+        tokens = sum(self._shares.values())
+        for user, share in self._shares.items():
+            self._served[user] += seconds * share / max(1, tokens)
+        if self._should is None:
+            self._learn(prefill, replies, seconds)
+        elif self._alone and seconds > 1.25 * self._should and self._room == 1.0:
+            self._turns = self.TURNS
+        elif self._alone:
+            self._room = min(max(self._room * min(max(self._should / seconds, 0.25), 1.25), 1.0), 512.0)
+
+    def _learn(self, prefill: int, replies: int, seconds: float) -> None:
+        """Note what a lone reply's token takes, and a token of a long prefill."""
+        if replies == 1 and not prefill:
+            self._alone += (seconds - self._alone) * (self.LATEST if self._alone else 1.0)
+        elif prefill >= 64 and not replies:
+            token = max(0.0, seconds - self._alone) / prefill
+            self._token += (token - self._token) * (self.LATEST if self._token else 1.0)
+
+    def _together(self, demands: Mapping[User, int], budget: int) -> dict[User, int]:
         by_org: dict[str, dict[User, int]] = {}
         for user, wanted in demands.items():
             by_org.setdefault(_org(user), {})[user] = wanted
-        served = {org: sum(self._served[user] for user in own) for org, own in by_org.items()}
-        of_org = fair(budget, {org: sum(own.values()) for org, own in by_org.items()}, served)
+        of_org = fair(budget, {org: sum(own.values()) for org, own in by_org.items()}, self._of_orgs())
         shares: dict[User, int] = {}
         for org, own in by_org.items():
             shares |= fair(of_org[org], own, self._served)
-        for user, tokens in shares.items():
-            self._served[user] += tokens
         return shares
+
+    def _least_served(self, users: Iterable[User]) -> User:
+        """Of the organisation that has had least, the user that has had least."""
+        of_orgs = self._of_orgs()
+        return min(users, key=lambda user: (of_orgs[_org(user)], self._served[user]))
+
+    def _of_orgs(self) -> dict[str, float]:
+        of_orgs: dict[str, float] = {}
+        for user, seconds in self._served.items():
+            of_orgs[_org(user)] = of_orgs.get(_org(user), 0.0) + seconds
+        return of_orgs
 
     def _known(self, users: Iterable[User]) -> None:
         """Whoever comes back begins where the one stands who has had least: idling saves nothing up."""
