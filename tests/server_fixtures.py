@@ -13,6 +13,9 @@ import uvicorn
 from ostinato import Engine
 from ostinato.access.access import Access
 from ostinato.server.app import create_app
+from ostinato.server.limits import Limits
+from ostinato.server.listen import HEADERS_WITHIN, configured
+from ostinato.server.middleware import BODY_WITHIN
 
 MODEL = "smollm2-135m"
 CHAT = "/v1/chat/completions"
@@ -23,10 +26,20 @@ DEADLINE = 60.0
 
 
 @contextmanager
-def serving(engine: Engine, access: Access | None = None) -> Generator[str]:
+def serving(
+    engine: Engine,
+    access: Access | None = None,
+    *,
+    limits: Limits | None = None,
+    headers_within: float = HEADERS_WITHIN,
+    body_within: float = BODY_WITHIN,
+) -> Generator[str]:
     """Serve `engine` on a free port; yields the base URL."""
-    app = create_app(engine, access)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
+    app = create_app(engine, access, limits=limits, body_within=body_within)
+    config = configured(
+        app, headers_within=headers_within, log_config=None, timeout_graceful_shutdown=5, backlog=2048
+    )
+    server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
         # asyncio sets it for listeners of its own making alone; without it each answer waits 40 ms for an ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from access_fixtures import ADMIN, ALICE, MALLORY, NOW, ROOT, Clock
+from access_fixtures import ADMIN, ALICE, BOB, MALLORY, NOW, ROOT, Clock
+from ostinato.access import audit
 from ostinato.access.access import Access
 from ostinato.access.audit import BURST, MAX_KINDS
 from ostinato.access.errors import ForbiddenError, UnauthenticatedError
@@ -166,6 +167,43 @@ def test_a_flood_from_many(access: Access) -> None:
     for number in range(MAX_KINDS + 100):
         access.audit.refused(Principal("acme", f"u{number}"), "escalation")
     assert len(access.audit.read(limit=10_000)) == MAX_KINDS + BURST
+
+
+def test_a_flood_of_forgetting(access: Access, clock: Clock) -> None:
+    for _ in range(1_000):
+        assert access.forget_resources(BOB, org="acme", user="bob") == []
+        access.audit.record(BOB, "forget", "chatcmpl-1", detail={"kind": "request"})
+    assert len(access.audit.read(action="forget", limit=10_000)) == BURST
+    # What is taken away that was registered is told each time; who else forgets is told all the same.
+    access.resources.add(BOB, "document", "plan", "text")
+    assert access.forget_resources(BOB, org="acme", user="bob")
+    assert access.audit.read()[-1].detail["resources"]
+    access.forget_resources(ALICE, org="acme", user="alice")
+    assert access.audit.read()[-1].actor_user == "alice"
+    clock.now += 60
+    access.forget_resources(BOB, org="acme", user="bob", session="s")
+    assert access.audit.read()[-1].detail["repeated"] == 2_000 - BURST
+    assert access.audit.read()[-1].detail["session"] == "s"
+    access.forget_resources(BOB, org="acme", user="bob")
+    access.audit.flush()
+    last = access.audit.read()[-1]
+    assert (last.action, last.outcome, last.detail) == ("forget", "ok", {"repeated": 1})
+
+
+def test_a_flood_from_one_after_another(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many principals as an issuer of tokens cares to name, each of whom is forgotten in time."""
+    monkeypatch.setattr(audit, "ALL_BURST", 100)
+    monkeypatch.setattr(audit, "MAX_KINDS", 50)
+    with Access(tmp_path / "access.db", clock=clock) as access:
+        for number in range(1_000):
+            access.audit.refused(Principal("acme", f"u{number}"), "escalation")
+            clock.now += 0.1
+        assert access.state.row("SELECT count(*) FROM audit")[0] <= 100 + 100
+        clock.now += 3600
+        access.audit.refused(ALICE, "escalation")
+        assert access.audit.read()[-1].actor_user == "alice"
 
 
 def test_a_refusal_outlives_what_is_rolled_back(access: Access) -> None:

@@ -202,3 +202,15 @@ def test_who_may_forget(access: Access) -> None:
     assert len(access.forget_resources(admin, org="acme")) == 2
     assert len(access.resources.visible(Principal("evil", "alice"))) == 1
     assert [entry.action for entry in access.audit.read()].count("forget") == 3
+
+
+def test_a_key_for_a_scraper(access: Access) -> None:
+    for permissions, may in (
+        (["metrics"], True),
+        (["admin"], True),
+        (["admin:org", "publish:public"], False),
+    ):
+        _, secret = access.keys.create("acme", "prometheus", permissions=permissions)
+        principal = access.authenticate(f"Bearer {secret}")
+        assert principal.may("metrics") == may
+        assert principal.may("admin") == (permissions == ["admin"])

@@ -15,8 +15,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from access_fixtures import ADMIN, ALICE, BAD_NAMES, BOB, MALLORY, ODD_NAMES, ROOT, Clock
 from ostinato.access.access import Access
 from ostinato.access.errors import AccessError, ConflictError, ForbiddenError, NotFoundError
+from ostinato.access.grants import MAX_READERS
 from ostinato.access.principal import PERMISSIONS, Principal
-from ostinato.access.resources import Kind
+from ostinato.access.resources import Kind, Resource, ResourceInfo
 from ostinato.access.scope import LEVELS, Level, Scope
 from ostinato.errors import InvalidRequestError
 
@@ -150,7 +151,8 @@ def test_what_cannot_be_registered(access: Access, arguments: dict[str, object],
 def test_odd_names(access: Access, name: str) -> None:
     made = access.resources.add(ALICE, "document", name, "text", readers=[f"group:{name}", f"user:{name}"])
     assert access.resources.get(ALICE, name, "document") == made
-    assert sees(access, Principal("acme", name), name)
+    assert sees(access, Principal("acme", name), made.id)
+    assert not sees(access, Principal("acme", name), name)  # what is shared is reached by its id
     assert sees(access, Principal("acme", "x", groups=frozenset({name})), made.id)
     assert not sees(access, BOB, name)
     if name == "аlice":
@@ -167,24 +169,92 @@ def test_bad_names(access: Access, name: str) -> None:
 
 
 def test_whose_name_it_is(access: Access) -> None:
-    far = Principal("other", "zoe", permissions=frozenset({"publish:public"}))
     makers = (
-        (far, "public", []),
-        (PUBLISHER, "public", []),
-        (Principal("acme", "eve"), "user", ["user:bob"]),
         (DAN, "org", []),
+        (PUBLISHER, "public", []),
         (BOB, "user", []),
     )
     for maker, level, readers in makers:
         made = access.resources.add(maker, "document", "handbook", maker.user, level, readers=readers)
         assert access.resources.get(BOB, "handbook", "document") == made  # each comes before all above
-    later = Principal("acme", "fay")
     access.resources.remove(BOB, "handbook", "document")
-    access.resources.remove(DAN, "handbook", "document")
-    access.resources.add(later, "document", "handbook", "later", readers=["user:bob"])
-    assert access.resources.get(BOB, "handbook", "document").content == "eve"  # not taken over
+    access.resources.remove(PUBLISHER, "handbook", "document")
+    later = Principal("acme", "fay", permissions=frozenset({"publish:org"}))
+    access.resources.add(later, "document", "handbook", "later", "org")
+    assert access.resources.get(BOB, "handbook", "document").content == "dan"  # not taken over
     with pytest.raises(ConflictError, match="already"):
         access.resources.add(later, "document", "handbook", "again")
+
+
+def test_whose_names_mean_nothing_to_others(access: Access) -> None:
+    far = Principal("other", "zoe", permissions=frozenset({"publish:org", "publish:public"}))
+    shared = [
+        access.resources.add(Principal("acme", "eve"), "schema", "helpdesk", "eve", readers=["user:bob"]),
+        access.resources.add(far, "schema", "helpdesk", "zoe", "public"),
+    ]
+    hidden = access.resources.add(DAN, "schema", "helpdesk", "dan", "org", readers=["group:finance"])
+    # Neither a name that nobody else has, nor one that is to be found elsewhere, is theirs to give.
+    for use in (access.resources.get, access.resources.remove):
+        with pytest.raises(NotFoundError):
+            use(BOB, "helpdesk", "schema")
+    with pytest.raises(NotFoundError):
+        access.resources.set_readers(BOB, "helpdesk", "schema", [])
+    assert access.resources.names(BOB, "schema") == []
+    for made in shared:
+        assert access.resources.get(BOB, made.id, "schema") == made
+    assert not sees(access, BOB, hidden.id, "schema")
+    assert (
+        access.resources.get(ALICE, "helpdesk", "schema") == hidden
+    )  # published, and she is among its readers
+    assert access.resources.names(ALICE, "schema") == ["helpdesk"]
+    own = access.resources.add(BOB, "schema", "helpdesk", "bob")
+    assert access.resources.get(BOB, "helpdesk", "schema") == own
+
+
+def test_how_many_readers_there_are(access: Access) -> None:
+    names = [f"user:u{number}" for number in range(MAX_READERS + 1)]
+    with pytest.raises(InvalidRequestError, match="1,000 are the most") as caught:
+        access.resources.add(ALICE, "document", "d", "text", readers=names)
+    assert caught.value.param == "readers"
+    made = access.resources.add(ALICE, "document", "d", "text", readers=names[1:])
+    with pytest.raises(InvalidRequestError, match="1,001"):
+        access.resources.set_readers(ALICE, made.id, "document", names)
+    assert access.resources.get(Principal("acme", "u1000"), made.id, "document") == made
+    assert not sees(access, Principal("acme", "u0"), made.id)
+
+
+def test_what_is_not_readable_is_not_read(access: Access) -> None:
+    """A refusal takes the same steps of SQLite, whatever there is."""
+    empty = access.resources.add(ALICE, "document", "small", "")
+    large = access.resources.add(
+        ALICE, "document", "large", "x" * 5_000_000, readers=[f"user:u{number}" for number in range(1_000)]
+    )
+
+    def steps(ask: Callable[[], object]) -> int:
+        count = 0
+
+        def step() -> int:
+            nonlocal count
+            count += 1
+            return 0
+
+        with access.state.transaction() as db:
+            db.set_progress_handler(step, 1)
+            attempt(ask)
+            db.set_progress_handler(None, 1)
+        return count
+
+    ids = (empty.id, large.id, "doc_" + "0" * 32)
+    for use in (access.resources.get, access.resources.remove):
+        taken = [steps(lambda use=use, id=id: use(BOB, id, "document")) for id in ids]
+        assert max(taken) - min(taken) <= 12  # of the columns that only a row has
+        assert 20 < min(taken) < 200
+        taken = [steps(lambda use=use, name=name: use(BOB, name, "document")) for name in ("large", "no")]
+        assert max(taken) - min(taken) <= 12
+    before = steps(lambda: access.resources.visible(BOB))
+    for number in range(50):
+        access.resources.add(ALICE, "document", f"more-{number}", "text", readers=["user:carol"])
+    assert steps(lambda: access.resources.visible(BOB)) == before
 
 
 def test_names_of_sessions(access: Access) -> None:
@@ -221,7 +291,7 @@ def test_what_is_not_yours_might_as_well_not_exist(access: Access) -> None:
 def test_who_changes_it(access: Access) -> None:
     made = access.resources.add(ALICE, "document", "plan", "text", readers=["user:bob"])
     for change in (
-        lambda: access.resources.remove(BOB, "plan", "document"),
+        lambda: access.resources.remove(BOB, made.id, "document"),
         lambda: access.resources.set_readers(BOB, made.id, "document", []),
     ):
         with pytest.raises(ForbiddenError, match="another's"):
@@ -266,6 +336,18 @@ def test_what_is_removed_is_gone_from_the_files(access: Access, tmp_path: Path) 
     access.resources.remove(ALICE, made.id, "document")
     stored = b"".join(file.read_bytes() for file in tmp_path.iterdir())
     assert b"quick brown" not in stored
+
+
+def test_nobody_is_everybody(access: Access) -> None:
+    made = access.resources.add(ALICE, "document", "plan", "text")
+    assert access.resources.forget(org="") == access.forget_resources(ROOT, org="") == []
+    assert access.resources.forget(org="acme", user="bob") == []
+    assert access.resources.forget(org="acme", user="alice", session="s") == []
+    assert access.resources.forget(org="acme") == [made_info(made)]
+
+
+def made_info(made: Resource) -> ResourceInfo:
+    return ResourceInfo(**{name: value for name, value in vars(made).items() if name != "content"})
 
 
 T = TypeVar("T")
@@ -417,21 +499,19 @@ class Visibility(RuleBasedStateMachine):
 
     @rule(who=principals, name=st.sampled_from(NAMES), kind=kinds, session=st.sampled_from(["", "s1", "s2"]))
     def read_by_name(self, who: Principal, name: str, kind: Kind, session: str) -> None:
-        open_to = [
-            t
-            for t in self.things
-            if (t.kind, t.name) == (kind, name) and t.open_to(who) and t.session in ("", session)
-        ]
-        try:
-            found = self.access.resources.get(who, name, kind, session=session)
-        except NotFoundError:
-            assert not open_to
-            return
-        mine = [t.id for t in open_to if t.owner == (who.org, who.user)]
-        ours = [t.id for t in open_to if t.level == "org"]
-        shared = [t.id for t in open_to if t.readers]
-        first = next(group for group in (mine, ours, shared, [t.id for t in open_to]) if group)
-        assert found.id in first
+        named = [t for t in self.things if (t.kind, t.name) == (kind, name)]
+        mine = [t for t in named if t.owner == (who.org, who.user)]
+        published = [t for t in named if t.owner[0] == who.org and t.open_to(who)]
+        ranks = (
+            [t.id for t in mine if t.session and t.session == session],
+            [t.id for t in mine if not t.session],
+            [t.id for t in published if t.level == "public"],
+            [t.id for t in published if t.level == "org"],
+        )
+        first = next((rank for rank in ranks if rank), [])
+        made, error = attempt(lambda: self.access.resources.get(who, name, kind, session=session))
+        assert (made is None) == (not first)
+        assert made.id == first[0] if made else error is NotFoundError
 
     @rule(who=principals)
     def list_all(self, who: Principal) -> None:

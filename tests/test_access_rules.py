@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -58,7 +59,7 @@ def small(tiny_model: Path, access: Access) -> Iterator[Engine]:
 @pytest.fixture
 def tiny(small: Engine, access: Access) -> Engine:
     small.clear_cache()
-    access.resources.forget(lambda _: True)
+    access.resources.forget(org="acme")
     return small
 
 
@@ -374,11 +375,25 @@ class Piece:
     def identity(self) -> Any:
         return self.root, self.text
 
+    @property
+    def private(self) -> bool:
+        return self.place.level in ("user", "session") and not self.place.paper
 
-@dataclass(frozen=True)
+    @property
+    def claimed(self) -> bool:
+        """Whether it is shared, and somebody's text: not a document's that is registered, nor the template's alone."""
+        said = re.sub(r"<\|im_(start|end)\|>(system|user|assistant)?\n?", "", self.text.decode())
+        return not self.private and not self.place.paper and bool(said.strip())
+
+
+@dataclass(eq=False)
 class Kept:
     text: bytes
     traces: Traces
+    claimed: bool = False
+    """Whether all of it is somebody's text."""
+    claims: set[str] = field(default_factory=set)
+    """Of a shared place: the requests that have sent the text. It goes with the last of them."""
 
 
 @dataclass(eq=False)
@@ -444,6 +459,7 @@ class World:
         self.gone: list[str] = ["doc_" + "0" * 32]
         self.shelf: dict[Any, list[Kept]] = {}
         self.requests: dict[str, tuple[Person, Traces]] = {}
+        self.lengths: dict[str, tuple[Person, int]] = {}
         self.forgotten: set[str] = set()
         self.asked = self.refused = self.hits = 0
 
@@ -551,12 +567,22 @@ class World:
                 best = kept
         return at + common(best.text, text[at:]), traces | best.traces
 
-    def keep(self, piece: Piece, begin: int, traces: Traces) -> None:
-        for at in range(begin // BLOCK * BLOCK, len(piece.text), BLOCK):
+    def keep(self, piece: Piece, traces: Traces, request: str, *, last: bool) -> None:
+        """The blocks of a piece that a request has sent, found or computed; the end of a prompt is none of its own if
+        there is a longer one."""
+        for at in range(0, len(piece.text), BLOCK):
             chunk, kept = piece.text[at : at + BLOCK], self.kept(piece, at)
-            if not any(other.text.startswith(chunk) for other in kept):
+            same = next((other for other in kept if other.text == chunk), None)
+            longer = any(other.text.startswith(chunk) for other in kept)
+            if same is None and longer and last and len(chunk) < BLOCK:
+                continue
+            if same is None:
                 kept[:] = [other for other in kept if not chunk.startswith(other.text)]
-                kept.append(Kept(chunk, traces))
+                same = Kept(chunk, traces, piece.claimed)
+                kept.append(same)
+            same.claimed = same.claimed and piece.claimed
+            if piece.claimed:
+                same.claims.add(request)
 
     def kept(self, piece: Piece, at: int) -> list[Kept]:
         return self.shelf.setdefault((piece.root, piece.text[:at]), [])
@@ -566,22 +592,26 @@ class World:
         total, all_traces = 0, frozenset[Place | str]((request,))
         known: dict[int, Traces] = {}
         for piece in pieces:
-            hit, traces = self.found(piece, len(piece.text) - 1 if piece is pieces[-1] else None)
-            of_piece = frozenset((piece.place, request)) | piece.papers
-            all_traces |= of_piece
-            home = piece.home
+            last = piece is pieces[-1]
+            hit, found = self.found(piece, len(piece.text) - 1 if last else None)
+            own = frozenset[Place | str]((piece.place,)) | piece.papers
+            own |= frozenset((request,)) if piece.private else frozenset()
+            all_traces |= own
+            home, at_home = piece.home, 0
             if home is not None and hit < len(piece.text):
                 at_home, of_home = self.found(home)
-                of_home |= of_piece.union(*(known[id(other)] for other in home.seen))
-                traces |= of_home
+                of_home = (of_home if piece.private else frozenset()) | own
+                of_home |= frozenset().union(*(known[id(other)] for other in home.seen))
+                found |= of_home
                 if keep:
-                    self.keep(home, at_home, of_home)
-            else:
-                at_home = 0
-            traces |= of_piece.union(*(known[id(other)] for other in piece.seen))
+                    self.keep(home, of_home, request, last=False)
+            # What is shared is computed from nothing that is a request's.
+            traces = own.union(*(known[id(other)] for other in piece.seen), found if piece.private else ())
+            if home is not None and not piece.private:
+                traces |= frozenset().union(*(known[id(other)] for other in home.seen))
             known[id(piece)] = traces
             if keep:
-                self.keep(piece, hit, traces)
+                self.keep(piece, traces, request, last=last)
             total += max(hit, at_home)
         return total, all_traces
 
@@ -590,6 +620,11 @@ class World:
         lost = cache(lambda traces: any(map(gone, traces)))
         for kept in self.shelf.values():
             kept[:] = [each for each in kept if not lost(each.traces)]
+            for each in list(kept):
+                held = bool(each.claims)
+                each.claims.difference_update([request for request in each.claims if gone(request)])
+                if each.claimed and held and not each.claims:
+                    kept[:] = [other for other in kept if other is not each]
         for request, (_, traces) in list(self.requests.items()):
             if lost(traces):
                 del self.requests[request]
@@ -632,6 +667,7 @@ class World:
         told = answer.json()
         hits, traces = self.computed(told["id"], self.pieces(who, ask), ask.keep)
         self.requests[told["id"]] = who, traces | {who.place("user")}
+        self.lengths[told["id"]] = who, told["usage"]["prompt_tokens"]
         assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == hits
         self.hits += hits > 60
         settle(self.engine)
@@ -737,6 +773,9 @@ class World:
         assert answer.status_code == (200 if may else 404), answer.text
         if may:
             self.forgotten.add(request)
+            own = sum(count for person, count in self.lengths.values() if person is who)
+            # What is moved is there twice.
+            assert answer.json()["tokens"] <= 2 * own, "no more than it has sent itself"
             self.forget(lambda trace: trace == request)
             self.erased(slots)
 
@@ -745,7 +784,12 @@ class World:
         settle(self.engine)
         lost = cache(lambda lineage: any(gone(traced(each)) for each in lineage))
         blocks = list(self.engine.index.store.blocks.values())
-        numbers = [block.number for block in blocks if lost(block.lineage) or gone(traced(block.scope))]
+
+        def held(block: Block) -> bool:
+            requests = [each for claim in block.claims.values() for each in claim.requests]
+            return not requests or not block.claimed or not all(gone(traced(each)) for each in requests)
+
+        numbers = [b.number for b in blocks if lost(b.lineage) or gone(traced(b.scope)) or not held(b)]
         return [number * BLOCK + i for number in numbers for i in range(BLOCK)]
 
     def erased(self, slots: list[int]) -> None:

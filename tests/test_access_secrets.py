@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -13,7 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ostinato.access import secrets as stored
 from ostinato.access.access import Access
+from ostinato.access.migrations import MIGRATIONS, migrate
+from ostinato.access.principal import Principal
 from ostinato.access.scope import LEVELS, MemorySecrets, Scope, Secrets
 from ostinato.access.secrets import decoded
 
@@ -39,7 +43,7 @@ def test_one_for_each_scope_and_for_good(access: Access, tmp_path: Path) -> None
 texts = st.text(st.characters(), max_size=20) | st.sampled_from(["\0", "\ud800", "a\0b", "'; --"])
 
 
-@given(st.builds(Scope, st.sampled_from(LEVELS), texts, texts, texts, texts))
+@given(st.builds(Scope, st.sampled_from(LEVELS), texts, texts, texts, texts, texts, texts))
 def test_scopes_are_read_back(scope: Scope) -> None:
     assert decoded(scope.encoded()) == scope
 
@@ -145,3 +149,113 @@ def test_a_lookup_is_cheap(access: Access) -> None:
     ):
         best = min(timeit.repeat(use, number=1000, repeat=5)) / 1000
         assert best < most  # with room for a busy machine: 1.5 and 4 µs on an idle one
+
+
+def test_what_a_client_names_is_bounded(access: Access, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "NAMED", 8)
+    secrets = access.secrets
+    mine, bobs = Scope("session", "acme", "alice", "s"), Scope("session", "acme", "bob", "s")
+    before = {scope: secrets.secret(scope) for scope in (ALICE, BOB, mine, bobs)}
+    first = secrets.secret(Scope("session", "acme", "alice", "0"))
+    for number in range(1, 8):
+        session = Scope("session", "acme", "alice", str(number))
+        for scope in (session, session.beneath(salt="x"), ALICE.beneath(end_user="y", salt=str(number))):
+            secrets.secret(scope)
+    assert access.state.row("SELECT count(*) FROM named_secrets WHERE user = 'alice'")[0] == 8
+    assert access.state.row("SELECT count(*) FROM secrets")[0] == 2
+    # The oldest went, for this process too; what others have named and what nobody has stays.
+    assert secrets.secret(Scope("session", "acme", "alice", "0")) != first
+    assert {scope for scope in before if secrets.secret(scope) != before[scope]} == {mine}
+    newest = ALICE.beneath(end_user="y", salt="7")
+    kept = secrets.secret(newest)
+    with Access(access.state.path) as later:
+        assert later.secrets.secret(newest) == kept
+
+
+def test_what_all_name_is_bounded(access: Access, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "NAMED_IN_ALL", 20)
+    monkeypatch.setattr(stored, "AT_ONCE", 4)
+    bobs = [Scope("session", "acme", "bob", str(number)) for number in range(3)]
+    before = [access.secrets.secret(scope) for scope in bobs]
+    for number in range(100):
+        access.secrets.secret(Scope("session", "acme", "alice", str(number)))
+    assert 15 <= access.state.row("SELECT count(*) FROM named_secrets")[0] <= 20
+    assert [access.secrets.secret(scope) for scope in bobs] == before
+    for number in range(100):  # with a principal each
+        access.secrets.secret(Scope("session", "acme", f"u{number}", "s"))
+    assert access.state.row("SELECT count(*) FROM named_secrets")[0] <= 20
+
+
+def test_a_salt_in_everyones_scope_is_no_row(access: Access) -> None:
+    public = Scope("public")
+    found = {access.secrets.secret(public.beneath(salt=str(number))) for number in range(100)}
+    assert len(found | {access.secrets.secret(public)}) == 101
+    assert (
+        access.state.row("SELECT (SELECT count(*) FROM secrets) + (SELECT count(*) FROM named_secrets)")[0]
+        == 1
+    )
+    salted = public.beneath(salt="1")
+    before = access.secrets.secret(salted)
+    with Access(access.state.path) as other:
+        assert other.secrets.secret(salted) == before
+        other.secrets.replace(lambda scope: scope == public)
+    access.secrets.refresh()
+    assert access.secrets.secret(salted) != before
+
+
+def test_what_a_process_has_at_hand_is_bounded(access: Access, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "CACHED", 16)
+    scopes = [Scope("user", "acme", f"u{number}") for number in range(50)]
+    before = [access.secrets.secret(scope) for scope in scopes]
+    assert [access.secrets.secret(scope) for scope in scopes] == before
+    assert len(access.secrets._cached) <= 16  # type: ignore[attr-defined]
+
+
+def test_what_was_registered_has_no_secret_any_more(access: Access) -> None:
+    alice = Principal("acme", "alice")
+    made = access.resources.add(alice, "document", "plan", "text")
+    before = access.secrets.secret(made.scope)
+    assert access.secrets.secret(made.scope) == before
+    access.resources.remove(alice, made.id, "document")
+    access.secrets.replace(lambda scope: scope.resource == made.id)
+    # Whoever had read the text before it went asks for it now.
+    assert len({before, access.secrets.secret(made.scope), access.secrets.secret(made.scope)}) == 3
+    assert access.state.row("SELECT count(*) FROM secrets")[0] == 0
+    never = access.resources.prepare(alice, "schema", "s", "text").scope
+    assert access.secrets.secret(never) != access.secrets.secret(never)
+
+
+def test_what_is_prepared_has_a_secret(access: Access) -> None:
+    alice = Principal("acme", "alice")
+    made = access.resources.prepare(alice, "schema", "s", "text")
+    with access.secrets.preparing(made.scope):
+        before = access.secrets.secret(made.scope)
+        access.secrets.refresh()
+        assert access.secrets.secret(made.scope) == before
+        access.resources.insert(alice, made)
+        assert access.secrets.secret(made.scope) == before
+    assert access.secrets.secret(made.scope) == before
+    with Access(access.state.path) as later:
+        assert later.secrets.secret(made.scope) == before
+    other = access.resources.prepare(alice, "schema", "t", "text")
+    with access.secrets.preparing(other.scope):
+        left = access.secrets.secret(other.scope)
+        access.secrets.replace(lambda scope: scope.user == "alice")
+        assert access.secrets.secret(other.scope) != left
+    assert access.state.row("SELECT count(*) FROM secrets")[0] == 0
+
+
+def test_sessions_of_older_files_begin_anew(tmp_path: Path) -> None:
+    """Their rows had no owner to bound them by."""
+    path = tmp_path / "old.db"
+    db = sqlite3.connect(path, isolation_level=None)
+    migrate(db, MIGRATIONS[:4])
+    session = Scope("session", "acme", "alice", "s")
+    for scope in (ALICE, session, Scope("org", "session"), Scope("public")):
+        db.execute("INSERT INTO secrets VALUES (?, ?)", (scope.encoded(), bytes(32)))
+    db.close()
+    path.chmod(0o600)
+    with Access(path) as access:
+        assert access.state.row("SELECT count(*) FROM secrets")[0] == 3
+        assert access.secrets.secret(ALICE) == bytes(32)
+        assert access.secrets.secret(session) != bytes(32)

@@ -11,15 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import jwt
 import pytest
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -34,68 +31,13 @@ from ostinato.access.jwks import (
     PAUSE,
     JwksError,
     JwksUrl,
+    find,
     parse_jwks,
 )
 from ostinato.access.principal import LOCAL, PERMISSIONS, Principal
 from ostinato.access.tokens import MAX_TOKEN, Issuer
 from ostinato.errors import InvalidRequestError
-
-ISSUER = "https://login.acme.com"
-AUDIENCE = "ostinato"
-Json = dict[str, Any]
-
-
-@cache
-def key(name: str) -> Any:
-    """The private key of a name; its beginning says of what kind."""
-    match name.split("-")[0]:
-        case "rsa":
-            return rsa.generate_private_key(65537, 2048)
-        case "weak":
-            return rsa.generate_private_key(65537, 1024)
-        case "p256":
-            return ec.generate_private_key(ec.SECP256R1())
-        case "p384":
-            return ec.generate_private_key(ec.SECP384R1())
-        case "k1":
-            return ec.generate_private_key(ec.SECP256K1())
-        case _:
-            return ed25519.Ed25519PrivateKey.generate()
-
-
-def public(name: str, kid: str | None = "", **extra: Any) -> Json:
-    """The public key of a name, as a set has it."""
-    kinds = {"rsa": "RS256", "weak": "RS256", "p256": "ES256", "p384": "ES384", "k1": "ES256K", "ed": "EdDSA"}
-    algorithm = jwt.get_algorithm_by_name(kinds[name.split("-")[0]])
-    entry: Json = json.loads(algorithm.to_jwk(key(name).public_key()))
-    entry.pop("key_ops", None)
-    return entry | ({} if kid is None else {"kid": kid or name}) | extra
-
-
-def claims(**changed: Any) -> Json:
-    now = int(time.time())
-    full = {
-        "iss": ISSUER,
-        "aud": AUDIENCE,
-        "sub": "alice",
-        "org": "acme",
-        "groups": ["finance"],
-        "exp": now + 600,
-        "iat": now,
-        "nbf": now,
-    }
-    return {name: value for name, value in (full | changed).items() if value is not None}
-
-
-def token(
-    signer: str = "rsa",
-    algorithm: str = "RS256",
-    kid: str | None = "",
-    header: Json | None = None,
-    **changed: Any,
-) -> str:
-    headers = (header or {}) | ({} if kid is None else {"kid": kid or signer})
-    return jwt.encode(claims(**changed), key(signer), algorithm, headers)
+from token_fixtures import AUDIENCE, ISSUER, Json, claims, key, public, token
 
 
 def b64(data: bytes) -> str:
@@ -536,23 +478,23 @@ def test_keys_from_a_url(access: Access, publisher: Publisher) -> None:
 def test_when_keys_are_fetched(publisher: Publisher) -> None:
     clock = Clock()
     keys = JwksUrl(publisher.url, clock=clock)
-    assert keys.find("rsa", "RS256")
+    assert find(keys, "rsa", "RS256")
     publisher.publish("rsa-new")
     clock.now += MAX_AGE - 1
-    assert keys.find("rsa", "RS256")
+    assert find(keys, "rsa", "RS256")
     assert publisher.asked == 1
     clock.now += 2
-    assert keys.find("rsa", "RS256") is None  # taken out: not trusted for longer than this
-    assert keys.find("rsa-new", "RS256")
+    assert find(keys, "rsa", "RS256") is None  # taken out: not trusted for longer than this
+    assert find(keys, "rsa-new", "RS256")
     assert publisher.asked == 2
     publisher.publish("rsa")
-    assert keys.find("rsa", "RS256")
+    assert find(keys, "rsa", "RS256")
     publisher.publish("p256")
-    assert keys.find("p256", "ES256") is None
+    assert find(keys, "p256", "ES256") is None
     assert publisher.asked == 3
     clock.now += PAUSE
-    assert keys.find("p256", "ES256")
-    assert keys.find(None, "ES256")
+    assert find(keys, "p256", "ES256")
+    assert find(keys, None, "ES256")
     assert publisher.asked == 4
 
 
@@ -562,19 +504,19 @@ def test_a_publisher_that_fails(publisher: Publisher) -> None:
     publisher.status = 500
     for _ in range(3):
         with pytest.raises(JwksError, match="500"):
-            keys.find("rsa", "RS256")
+            find(keys, "rsa", "RS256")
     assert publisher.asked == 1
     clock.now += PAUSE
     publisher.status = 200
-    assert keys.find("rsa", "RS256")
+    assert find(keys, "rsa", "RS256")
     publisher.status = 500
     clock.now += MAX_AGE + 1
     for _ in range(3):
-        assert keys.find("rsa", "RS256")  # as it was; an outage there is none here
+        assert find(keys, "rsa", "RS256")  # as it was; an outage there is none here
     assert publisher.asked == 3
     clock.now += MAX_STALE
     with pytest.raises(JwksError, match="500"):
-        keys.find("rsa", "RS256")
+        find(keys, "rsa", "RS256")
 
 
 def test_answers_that_are_no_set(publisher: Publisher) -> None:
@@ -585,18 +527,18 @@ def test_answers_that_are_no_set(publisher: Publisher) -> None:
     ):
         publisher.status, publisher.body, publisher.asked = status, body, 0
         with pytest.raises(JwksError, match=says):
-            JwksUrl(publisher.url).find("rsa", "RS256")
+            find(JwksUrl(publisher.url), "rsa", "RS256")
         assert publisher.asked == 1
     with publishing() as gone:
         url = gone.url
     with pytest.raises(JwksError, match="cannot be fetched"):
-        JwksUrl(url).find("rsa", "RS256")
+        find(JwksUrl(url), "rsa", "RS256")
 
 
 def test_many_threads_fetch_once(publisher: Publisher) -> None:
     keys = JwksUrl(publisher.url)
     found: list[object] = []
-    threads = [threading.Thread(target=lambda: found.append(keys.find("rsa", "RS256"))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(find(keys, "rsa", "RS256"))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

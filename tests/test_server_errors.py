@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import openai
@@ -12,6 +12,7 @@ import pytest
 
 from ostinato import Engine
 from ostinato.access.access import Access
+from ostinato.engine.explain import MissReason
 from server_fixtures import CHAT, COMPLETIONS, DEADLINE, MODEL, serving
 
 
@@ -211,7 +212,7 @@ def test_internal_error_shows_nothing(url: str, engine: Engine, monkeypatch: pyt
         raise RuntimeError("secret detail")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "astream", broken)
+        patch.setattr(engine, "prepare", broken)
         for stream in (False, True):
             response = httpx.post(url + CHAT, json={"model": MODEL, "messages": [USER], "stream": stream})
             assert response.status_code == 500
@@ -241,3 +242,27 @@ def test_api_keys(engine: Engine) -> None:
             assert httpx.get(f"{url}/v1/models", headers={"x-api-key": key}).status_code == 200
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{url}/v1", api_key=keys[0][:-1] + "x").models.list()
+
+
+def test_metrics_need_a_permission(engine: Engine) -> None:
+    with Access(":memory:") as access, serving(engine, access) as url:
+        open_to_all = httpx.get(f"{url}/metrics")
+        assert open_to_all.status_code == 200, "nobody has a key, so this machine may"
+        for reason in get_args(MissReason):
+            assert f'ostinato_miss_tokens_total{{reason="{reason}"}}' in open_to_all.text
+        keys = {
+            permission: access.keys.create("acme", "ann", permissions=[permission] if permission else [])[1]
+            for permission in ("", "publish:org", "admin:org", "metrics", "admin")
+        }
+        told = {
+            permission: httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {key}"})
+            for permission, key in keys.items()
+        }
+        refused = told["admin:org"].json()["error"]
+        assert (refused["code"], refused["type"]) == ("metrics_not_permitted", "invalid_request_error")
+        statuses = {permission: answer.status_code for permission, answer in told.items()}
+        assert statuses == {"": 403, "publish:org": 403, "admin:org": 403, "metrics": 200, "admin": 200}
+        assert httpx.get(f"{url}/metrics").status_code == 401
+        access.audit.flush()
+        rows = access.audit.read(action="refused", limit=100)
+        assert len([row for row in rows if row.target == "metrics"]) == 3

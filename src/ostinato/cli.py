@@ -6,6 +6,7 @@ them: `ostinato --help` and `ostinato models` answer at once.
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import socket
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from ostinato.engine.request import Chunk
     from ostinato.lab.quality import Report
     from ostinato.prompt.schema import Schema
+    from ostinato.server.limits import Limits
 
 app = typer.Typer(
     name="ostinato",
@@ -91,7 +93,10 @@ def _options(
     del version  # its callback has dealt with it
 
 
-@app.command(epilog="Example: ostinato serve smollm2-135m --port 8000")
+@app.command(
+    epilog="Examples: ostinato serve smollm2-135m --port 8000 \n\n"
+    "ostinato serve smollm2-135m --limit requests=64 --limit tokens=100000"
+)
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -138,6 +143,14 @@ def serve(
             "wrote by asking for it once.",
         ),
     ] = False,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            show_default=False,
+            help="Most that each user may have: requests=64 running and waiting at once (default: 256), tokens=100000 "
+            "computed in a minute (default: any number). Repeat for both.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI and the Anthropic API do.
 
@@ -149,7 +162,7 @@ def serve(
     if policy not in POLICIES:
         fail(f"There is no policy '{policy}'.", f"Choose one of {', '.join(POLICIES)}.", status=2)
     schemas = [load_schema(path) for path in schema or ()]  # so that an error in them is known as soon
-    ttls = _ttls(ttl or ())
+    ttls, limits = _ttls(ttl or ()), _limits(limit or ())
     listener = _bind(host, port)  # before the model loads: a port in use is known in no time
     access = open_access(host)
     if record is not None:
@@ -175,10 +188,13 @@ def serve(
             import uvicorn
 
             from ostinato.server.app import create_app
+            from ostinato.server.listen import configured, raise_open_files
 
             _register(engine, schemas, encode)
-            web = create_app(engine, access)
-            server = uvicorn.Server(uvicorn.Config(web, timeout_graceful_shutdown=10, server_header=False))
+            raise_open_files()
+            gc.freeze()  # what is loaded by now stays: a collection that looked at it would hold everybody up
+            web = create_app(engine, access, limits=limits)
+            server = uvicorn.Server(configured(web, timeout_graceful_shutdown=10))
             url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
             err.print(f"Serving {escape(engine.model_name)} at {url} (Ctrl-C stops)", soft_wrap=True)
             server.run(sockets=[listener])
@@ -217,6 +233,23 @@ def _ttls(texts: Iterable[str]) -> dict[Level, float]:
             )
         ttls[level] = seconds(duration, f"--ttl {name}")
     return ttls
+
+
+def _limits(texts: Iterable[str]) -> Limits:
+    """Limits, from "requests=64" and the like."""
+    from ostinato.server.limits import REQUESTS, Limits
+
+    limits: dict[str, int] = {}
+    for text in texts:
+        name, _, most = text.partition("=")
+        if name not in ("requests", "tokens") or not (most.isascii() and most.isdigit() and int(most)):
+            fail(
+                f"--limit {text} is no limit.",
+                "Write requests=64 or tokens=100000, with a number of 1 or more.",
+                status=2,
+            )
+        limits[name] = int(most)
+    return Limits(requests=limits.get("requests", REQUESTS), tokens=limits.get("tokens"))
 
 
 def _register(engine: Engine, schemas: list[Schema], encode: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -50,9 +51,27 @@ class Access:
         return self._required
 
     def authenticate(self, authorization: str | None) -> Principal:
+        """`identify`, once an issuer's keys are there that it takes: not for an event loop, as it waits seconds."""
+        pending = self.pending(authorization)
+        if pending is not None:
+            wait((pending,))
+        return self.identify(authorization)
+
+    def pending(self, authorization: str | None) -> Future[None] | None:
+        """What is being fetched, from now on, that `identify` takes for this header; None if nothing is.
+
+        It ends within `jwks.TIMEOUT`, whatever comes of it. Nothing that the header says is believed for it but the
+        issuer's name, if it is that of one who is trusted.
+        """
+        token = (authorization or "").strip().partition(" ")[2].strip()
+        if not self.required or not _is_signed(token):
+            return None
+        return self._tokens.pending(token)
+
+    def identify(self, authorization: str | None) -> Principal:
         """Who sends this `Authorization` header; `LOCAL`, whatever it holds, while nobody must authenticate.
 
-        May fetch an issuer's keys, which takes seconds at worst: not for an event loop.
+        Waits for no one: an issuer's keys are those that are there.
         """
         if not self.required:
             return LOCAL
@@ -67,17 +86,23 @@ class Access:
         try:
             if scheme.lower() != "bearer" or not token.isascii():
                 raise UnauthenticatedError("The Authorization header is not of the form: Bearer KEY.")
-            if token.startswith(PREFIX) or token.count(".") != 2:
-                principal = self.keys.authenticate(token)
-                if principal is None:
-                    raise UnauthenticatedError("The API key is unknown, revoked or expired.")
-                return principal
-            return self._tokens.authenticate(token)
+            if _is_signed(token):
+                return self._tokens.authenticate(token)
+            principal = self.keys.authenticate(token)
+            if principal is None:
+                raise UnauthenticatedError("The API key is unknown, revoked or expired.")
+            return principal
         except UnauthenticatedError as error:
             self.audit.refused(
                 None, "credential", public_id(token), {"code": error.code, "reason": str(error)}
             )
             raise
+
+    def check_forget(self, by: Principal, *, org: str, user: str) -> None:
+        """Refuse to forget what is others', but to those who manage the organisation."""
+        if (by.org, by.user) != (org, user) and not manages(by, org):
+            self.audit.refused(by, "escalation", "forget", {"org": org, "user": user})
+            raise ForbiddenError("Forgetting what is not your own needs the permission admin:org.")
 
     def forget_resources(
         self, by: Principal, *, org: str, user: str = "", session: str = ""
@@ -87,15 +112,9 @@ class Access:
         Anyone may forget what is its own; what is others' in its organisation with `admin:org`. The KV and the secrets
         are the cache's to forget, by the scopes of what is returned.
         """
-        if (by.org, by.user) != (org, user) and not manages(by, org):
-            self.audit.refused(by, "escalation", "forget", {"org": org, "user": user})
-            raise ForbiddenError("Forgetting what is not your own needs the permission admin:org.")
-
-        def forgotten(info: ResourceInfo) -> bool:
-            return info.org == org and user in ("", info.user) and session in ("", info.session)
-
+        self.check_forget(by, org=org, user=user)
         with self.state.transaction():
-            gone = self.resources.forget(forgotten)
+            gone = self.resources.forget(org=org, user=user, session=session)
             detail = {"user": user, "session": session, "resources": [info.id for info in gone]}
             self.audit.record(by, "forget", user or org, org=org, detail=detail)
         return gone
@@ -117,3 +136,8 @@ class Access:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _is_signed(token: str) -> bool:
+    """Whether a credential is of the shape of an issuer's token, rather than a key's."""
+    return token.isascii() and not token.startswith(PREFIX) and token.count(".") == 2

@@ -48,10 +48,15 @@ MAX_ITEMS = 50
 
 BURST = 10
 PER_SECOND = 1 / 60
-"""Refusals of a kind and principal that are each a row: some at once, then one a minute; the rest are counted."""
+"""Refusals of a kind and principal that are each a row: some at once, then one a minute; the rest are counted. The same
+for forgetting, which anyone may do as often as it likes."""
 
 MAX_KINDS = 1_000
 """Pairs of kind and principal told apart at a time; those beyond share one count."""
+
+ALL_BURST = 10_000
+ALL_PER_SECOND = 1.0
+"""Such rows of all principals together, of whom an issuer of tokens may name any number."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,28 @@ class Entry:
 
 @dataclass
 class _Bucket:
-    left: float
+    """Rows that may be written: some at once, then so many a second."""
+
+    burst: float
+    per_second: float
     at: float
+    used: float = 0.0
     unwritten: int = 0
+
+    def full(self, now: float) -> bool:
+        """Whether there is no room for a row now."""
+        self.used = max(0.0, self.used - max(0.0, now - self.at) * self.per_second)
+        self.at = now
+        return self.used > self.burst - 1
+
+    @property
+    def idle(self) -> bool:
+        """Whether a new one would be the same."""
+        return not self.unwritten and not self.used
+
+
+_Key = tuple[Action, str, str, str]
+"""Action, kind, and the principal's organisation and user: what is counted together."""
 
 
 class Audit:
@@ -82,7 +106,8 @@ class Audit:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._buckets: dict[tuple[str, str, str], _Bucket] = {}
+        self._buckets: dict[_Key, _Bucket] = {}
+        self._all = _Bucket(ALL_BURST, ALL_PER_SECOND, state.now())
         self._lock = threading.Lock()
 
     def record(
@@ -97,6 +122,8 @@ class Audit:
     ) -> None:
         """Append a row. Inside the transaction of the change it tells of, there is never the one without the other.
 
+        Of a principal's acts of forgetting that took nothing registered away, a flood is counted as of refusals.
+
         Args:
             principal: who did it; None if unknown.
             action: what was done.
@@ -105,6 +132,22 @@ class Audit:
             outcome: whether it was done.
             detail: see `Detail`.
         """
+        if action == "forget" and principal is not None and not (detail or {}).get("resources"):
+            repeated = self._repeated((action, "", principal.org, principal.user))
+            if repeated is None:
+                return
+            detail = dict(detail or {}) | ({"repeated": repeated} if repeated else {})
+        self._write(principal, action, target, org, outcome, detail or {})
+
+    def _write(
+        self,
+        principal: Principal | None,
+        action: Action,
+        target: str,
+        org: str | None,
+        outcome: Outcome,
+        detail: Detail,
+    ) -> None:
         actor = (None, None, None)
         if principal is not None:
             actor = (principal.org, principal.user, printable(principal.credential, MAX_TEXT))
@@ -120,7 +163,7 @@ class Audit:
                     action,
                     printable(target, MAX_TEXT),
                     outcome,
-                    json.dumps({name: _bounded(value) for name, value in (detail or {}).items()}),
+                    json.dumps({name: _bounded(value) for name, value in detail.items()}),
                 ),
             )
 
@@ -136,7 +179,7 @@ class Audit:
             detail: as in `record`.
         """
         org, user = ("", "") if principal is None else (principal.org, principal.user)
-        repeated = self._repeated((kind, org, user))
+        repeated = self._repeated(("refused", kind, org, user))
         if repeated is None:
             return
         full = {"kind": kind} | dict(detail or {}) | ({"repeated": repeated} if repeated else {})
@@ -150,15 +193,16 @@ class Audit:
         self._state.outside(write)  # what is refused may roll back the transaction it was asked in
 
     def flush(self) -> None:
-        """Write the counts of refusals that are not rows yet, as the server does when it ends."""
+        """Write the counts of what are not rows yet, as the server does when it ends."""
         with self._lock:
             left = {key: bucket.unwritten for key, bucket in self._buckets.items() if bucket.unwritten}
             self._buckets.clear()
-        for (kind, org, user), count in left.items():
+        for (action, kind, org, user), count in left.items():
             principal = Principal(org, user) if org else None
-            self.record(principal, "refused", "", outcome="refused", detail={"kind": kind, "repeated": count})
+            detail = ({"kind": kind} if kind else {}) | {"repeated": count}
+            self._write(principal, action, "", None, "refused" if action == "refused" else "ok", detail)
 
-    def _repeated(self, key: tuple[str, str, str]) -> int | None:
+    def _repeated(self, key: _Key) -> int | None:
         """How many like it have no row of their own since the last that has; None if this one gets none either."""
         now = self._state.now()
         with self._lock:
@@ -166,16 +210,16 @@ class Audit:
                 self._buckets = {
                     other: bucket
                     for other, bucket in self._buckets.items()
-                    if bucket.unwritten or _refilled(bucket, now) < BURST
+                    if bucket.full(now) or not bucket.idle
                 }
                 if len(self._buckets) >= MAX_KINDS:
-                    key = ("many", "", "")
-            bucket = self._buckets.setdefault(key, _Bucket(BURST, now))
-            bucket.left, bucket.at = _refilled(bucket, now), now
-            if bucket.left < 1:
+                    key = (key[0], "many", "", "")
+            bucket = self._buckets.setdefault(key, _Bucket(BURST, PER_SECOND, now))
+            if bucket.full(now) or self._all.full(now):
                 bucket.unwritten += 1
                 return None
-            bucket.left -= 1
+            bucket.used += 1
+            self._all.used += 1
             repeated, bucket.unwritten = bucket.unwritten, 0
             return repeated
 
@@ -219,10 +263,6 @@ class Audit:
             self.refused(principal, "escalation", "audit")
             raise ForbiddenError("Reading the audit log needs the permission admin:org.")
         return self.read(org=principal.org, since=since, action=action, limit=limit)
-
-
-def _refilled(bucket: _Bucket, now: float) -> float:
-    return min(BURST, bucket.left + max(0.0, now - bucket.at) * PER_SECOND)
 
 
 def _bounded(value: Value) -> Value:

@@ -48,7 +48,7 @@ Permission = Annotated[
     typer.Option(
         "--permission",
         show_default=False,
-        help="publish:org, publish:public, admin:org or admin (repeat for more).",
+        help="publish:org, publish:public, admin:org, admin, or metrics (to read /metrics); repeat for more.",
     ),
 ]
 
@@ -192,7 +192,7 @@ def add_issuer(
     permission: Permission = None,
 ) -> None:
     """Trust an issuer's tokens. --permission names what they may give; by default nothing."""
-    from ostinato.access.jwks import JwksError, open_jwks
+    from ostinato.access.jwks import JwksError, find, open_jwks
     from ostinato.access.permissions import parse_permissions
     from ostinato.access.tokens import Issuer
 
@@ -212,7 +212,7 @@ def add_issuer(
         added = access.issuers.add(wanted)
     _say(f"Tokens of {added.issuer} are trusted.")
     try:
-        open_jwks(added.jwks).find(None, "RS256")
+        find(open_jwks(added.jwks), None, "RS256")
     except JwksError as error:  # perhaps the server has the network that this shell has not
         err.print(f"[yellow]warning:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
     if first:

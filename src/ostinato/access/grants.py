@@ -18,7 +18,7 @@ No permission lets anyone read what these rules do not: an administrator may rem
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -27,6 +27,9 @@ from ostinato.access.names import check_name, shown
 from ostinato.access.principal import Permission, Principal
 from ostinato.access.scope import Level
 from ostinato.errors import InvalidRequestError
+
+MAX_READERS = 1_000
+"""Readers of one document or schema. More are a group."""
 
 _PUBLISHING: dict[Level, Permission] = {"org": "publish:org", "public": "publish:public"}
 
@@ -38,12 +41,14 @@ class Reader:
     kind: Literal["group", "user"]
     name: str
 
-    def includes(self, principal: Principal) -> bool:
-        """Whether a principal of the same organisation is meant."""
-        return self.name in principal.groups if self.kind == "group" else self.name == principal.user
-
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}"
+
+
+def badges(principal: Principal) -> list[str]:
+    """All that a principal is as a reader."""
+    groups = (str(Reader("group", group)) for group in principal.groups)
+    return [str(Reader("user", principal.user)), *groups]
 
 
 class Owned(Protocol):
@@ -55,8 +60,20 @@ class Owned(Protocol):
     def user(self) -> str: ...
     @property
     def level(self) -> Level: ...
+
+
+class Readable(Owned, Protocol):
+    """What may be read."""
+
     @property
-    def readers(self) -> frozenset[Reader]: ...
+    def restricted(self) -> bool:
+        """Whether it has readers."""
+        ...
+
+    @property
+    def named(self) -> bool:
+        """Whether the principal is one of them, by its user or a group."""
+        ...
 
 
 def owns(principal: Principal, owned: Owned) -> bool:
@@ -64,12 +81,12 @@ def owns(principal: Principal, owned: Owned) -> bool:
     return (principal.org, principal.user) == (owned.org, owned.user)
 
 
-def may_read(principal: Principal, owned: Owned) -> bool:
+def may_read(principal: Principal, owned: Readable) -> bool:
     """Whether a principal may use it: rules 1 to 3."""
     if owns(principal, owned):
         return True
-    if owned.readers:
-        return principal.org == owned.org and any(reader.includes(principal) for reader in owned.readers)
+    if owned.restricted:
+        return principal.org == owned.org and owned.named
     return owned.level == "public" or (owned.level == "org" and principal.org == owned.org)
 
 
@@ -95,8 +112,13 @@ def check_publish(principal: Principal, level: Level) -> None:
         )
 
 
-def parse_readers(texts: Iterable[str], level: Level) -> frozenset[Reader]:
+def parse_readers(texts: Collection[str], level: Level) -> frozenset[Reader]:
     """Readers of what has a level, as a client writes them."""
+    if len(texts) > MAX_READERS:
+        raise InvalidRequestError(
+            f"{len(texts):,} readers are named; {MAX_READERS:,} are the most. Put them into a group, and name that.",
+            param="readers",
+        )
     readers = frozenset(_parse_reader(text) for text in texts)
     if readers and level in ("public", "session"):
         whose = "everyone may read it" if level == "public" else "it belongs to a session alone"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import ipaddress
 import json
 import logging
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +17,7 @@ from urllib.parse import urlsplit
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 
+from ostinato.access.fetch import Fetch, FetchError
 from ostinato.access.names import shown
 from ostinato.errors import InvalidRequestError, OstinatoError
 
@@ -34,6 +33,7 @@ ALGORITHMS = RSA_ALGORITHMS | frozenset(CURVES.values()) | {"EdDSA"}
 MIN_RSA_BITS = 2048
 MAX_BYTES = 1 << 20
 TIMEOUT = 5.0
+"""Seconds for all of a fetch."""
 MAX_AGE = 300.0
 """Seconds that a set from a URL is used before it is fetched again: a key that was taken out ends with them."""
 MAX_STALE = 3600.0
@@ -56,10 +56,14 @@ class VerifyingKey:
 
 
 class Jwks(Protocol):
-    """The keys of one source, as of now."""
+    """The keys of one source."""
 
-    def find(self, key_id: str | None, algorithm: str) -> VerifyingKey | None:
-        """The key of an id for an algorithm; without an id, the only one for it."""
+    def refresh(self, key_id: str | None, algorithm: str) -> Future[None] | None:
+        """Begin to fetch what must be fetched to tell about a key, or join those who wait for it; None if nothing."""
+        ...
+
+    def known(self, key_id: str | None, algorithm: str) -> VerifyingKey | None:
+        """The key of an id for an algorithm; without an id, the only one for it. Of what is there: this never waits."""
         ...
 
 
@@ -70,7 +74,10 @@ class JwksFile:
         self._path = path
         self._read: tuple[tuple[int, int, int], list[VerifyingKey]] | None = None
 
-    def find(self, key_id: str | None, algorithm: str) -> VerifyingKey | None:
+    def refresh(self, key_id: str | None, algorithm: str) -> None:
+        """None: a file is at hand."""
+
+    def known(self, key_id: str | None, algorithm: str) -> VerifyingKey | None:
         return pick(self.keys(), key_id, algorithm)
 
     def keys(self) -> list[VerifyingKey]:
@@ -87,41 +94,72 @@ class JwksFile:
 
 
 class JwksUrl:
-    """A set at a URL, kept for some minutes; fetched early, but not often, for a key that is not in it."""
+    """A set at a URL, kept for some minutes; fetched early, but not often, for a key that is not in it.
 
-    def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    At most one fetch runs at a time, and nobody need wait for it: `known` answers with what is there.
+    """
+
+    def __init__(
+        self, url: str, *, clock: Callable[[], float] = time.monotonic, timeout: float = TIMEOUT
+    ) -> None:
         self._url = url
         self._clock = clock
+        self._timeout = timeout
         self._lock = threading.Lock()
         self._keys: list[VerifyingKey] | None = None
         self._fetched = 0.0
         self._not_before = float("-inf")
-        self._problem = ""
+        self._problem = f"The key set {url} has not been fetched yet."
+        self._coming: Future[None] | None = None
 
-    def find(self, key_id: str | None, algorithm: str) -> VerifyingKey | None:
-        seen = keys = self._keys
-        if keys is None or self._clock() - self._fetched > MAX_AGE:
-            keys = self._fetch_again(keys)
-        found = pick(keys, key_id, algorithm)
-        if found is None and key_id is not None and keys is seen:
-            found = pick(self._fetch_again(keys, unknown=True), key_id, algorithm)
-        return found
-
-    def _fetch_again(self, seen: list[VerifyingKey] | None, *, unknown: bool = False) -> list[VerifyingKey]:
-        """The keys after a fetch, unless another thread has just done it or it is too early for one."""
+    def refresh(self, key_id: str | None, algorithm: str) -> Future[None] | None:
         with self._lock:
             now = self._clock()
-            if self._keys is seen and now >= self._not_before:
-                if unknown:
-                    self._not_before = now + PAUSE
-                try:
-                    self._keys, self._fetched = parse_jwks(_fetch(self._url)), self._clock()
-                except JwksError as error:
-                    self._not_before, self._problem = self._clock() + PAUSE, str(error)
-                    log.warning("%s", error)
+            old = self._keys is None or now - self._fetched > MAX_AGE
+            unknown = not old and key_id is not None and pick(self._keys or [], key_id, algorithm) is None
+            if not (old or unknown):
+                return None
+            if self._coming is not None or now < self._not_before:
+                return self._coming
+            if unknown:
+                self._not_before = now + PAUSE
+            fetch = Fetch(self._url, most=MAX_BYTES, seconds=self._timeout)
+            coming = self._coming = Future()
+        fetch.done.add_done_callback(lambda done: self._arrived(done, coming))
+        return coming
+
+    def known(self, key_id: str | None, algorithm: str) -> VerifyingKey | None:
+        with self._lock:
             if self._keys is None or self._clock() - self._fetched > MAX_STALE:
                 raise JwksError(self._problem)
-            return self._keys
+            return pick(self._keys, key_id, algorithm)
+
+    def _arrived(self, done: Future[bytes], coming: Future[None]) -> None:
+        problem, keys = f"The key set {self._url} cannot be read.", None
+        try:
+            keys = parse_jwks(done.result())
+        except FetchError as error:
+            problem = f"The key set {error}"
+        except JwksError as error:
+            problem = str(error)
+        finally:  # those who wait are told, whatever it was
+            with self._lock:
+                now = self._clock()
+                if keys is None:
+                    self._not_before, self._problem = now + PAUSE, problem
+                    log.warning("%s", problem)
+                else:
+                    self._keys, self._fetched = keys, now
+                self._coming = None
+            coming.set_result(None)
+
+
+def find(keys: Jwks, key_id: str | None, algorithm: str) -> VerifyingKey | None:
+    """The key of an id, fetched if need be, which takes seconds at worst."""
+    coming = keys.refresh(key_id, algorithm)
+    if coming is not None:
+        wait((coming,))
+    return keys.known(key_id, algorithm)
 
 
 def check_source(source: str) -> str:
@@ -208,30 +246,3 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """None: a redirect is an error. It could lead anywhere, and to plain http."""
-
-
-_opener = urllib.request.build_opener(_NoRedirect)
-
-
-def _fetch(url: str) -> bytes:
-    request = urllib.request.Request(url, headers={"Accept": "application/json", "User-Agent": "ostinato"})
-    deadline = time.monotonic() + TIMEOUT
-    body = b""
-    try:
-        with _opener.open(request, timeout=TIMEOUT) as response:
-            while piece := response.read1(MAX_BYTES):
-                body += piece
-                if len(body) > MAX_BYTES:
-                    break  # which the parser refuses
-                if time.monotonic() > deadline:
-                    raise TimeoutError("it takes too long")
-    except urllib.error.HTTPError as error:
-        raise JwksError(f"The key set {url} cannot be fetched: HTTP status {error.code}.") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise JwksError(f"The key set {url} cannot be fetched: {error}.") from None
-    return body

@@ -59,10 +59,26 @@ _SECRETS: Migration = (
     "CREATE TABLE secrets (scope BLOB PRIMARY KEY, secret BLOB NOT NULL) STRICT, WITHOUT ROWID",
 )
 
+_BOUNDS: Migration = (
+    # What is published under a name in an organisation is found without a look at what is others' own.
+    "CREATE INDEX resources_by_publication ON resources (kind, name, org, level)",
+    "CREATE INDEX resources_by_org ON resources (org, level)",
+    "DROP INDEX resources_by_name",
+    "CREATE INDEX readers_by_reader ON readers (reader)",
+    # Clients name as many of these scopes as they like: the oldest of an owner's go. Those kept until now have no
+    # owner that can be told without taking their bytes apart; what was computed under them is computed again.
+    """CREATE TABLE named_secrets (
+        made INTEGER PRIMARY KEY AUTOINCREMENT, org TEXT NOT NULL, user TEXT NOT NULL,
+        scope BLOB NOT NULL UNIQUE, secret BLOB NOT NULL
+    ) STRICT""",
+    "CREATE INDEX named_secrets_by_owner ON named_secrets (org, user, made)",
+    "DELETE FROM secrets WHERE substr(scope, 9, 7) = CAST('session' AS BLOB)",
+)
+
 APPLICATION_ID = 0x4F535449
 """Tells our files from other programs' SQLite files: "OSTI"."""
 
-MIGRATIONS: tuple[Migration, ...] = (_WHO, _AUDIT, _RESOURCES, _SECRETS)
+MIGRATIONS: tuple[Migration, ...] = (_WHO, _AUDIT, _RESOURCES, _SECRETS, _BOUNDS)
 
 
 def version(db: sqlite3.Connection) -> int:

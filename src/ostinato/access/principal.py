@@ -7,9 +7,9 @@ from typing import Literal, get_args
 
 from ostinato.access.scope import PUBLIC, Level, Scope
 
-Permission = Literal["publish:public", "publish:org", "admin:org", "admin"]
+Permission = Literal["publish:public", "publish:org", "admin:org", "admin", "metrics"]
 """What a principal may do beyond asking: share text with everyone or with its organisation; read the audit log,
-manage grants and forget, of its organisation or of all."""
+manage grants and forget, of its organisation or of all; read `/metrics`, as a scraper does."""
 
 PERMISSIONS: tuple[Permission, ...] = get_args(Permission)
 

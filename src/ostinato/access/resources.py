@@ -10,15 +10,16 @@ import json
 import re
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
 
 from ostinato.access.audit import Action, Audit
 from ostinato.access.errors import ConflictError, ForbiddenError, NotFoundError
 from ostinato.access.grants import (
     Reader,
+    badges,
     check_publish,
     manages,
     may_change,
@@ -37,8 +38,30 @@ Kind = Literal["document", "schema"]
 PREFIXES: dict[Kind, str] = {"document": "doc_", "schema": "sch_"}
 
 _ID = re.compile(r"(?:doc|sch)_[0-9a-f]{32}", re.ASCII)
-_READERS = "(SELECT json_group_array(reader) FROM readers WHERE resource = resources.id)"
-_COLUMNS = f"id, kind, name, org, user, level, session, ttl, created, {_READERS}"
+# SQLite finds what stands behind a text in a row by reading all of that text.
+_REST = "ttl, created, (SELECT json_group_array(reader) FROM readers WHERE resource = resources.id)"
+_OWNED = "kind, name, org, user, level, session"
+
+_FACTS = f"""resources.id, {_OWNED},
+    EXISTS (SELECT 1 FROM readers WHERE resource = asked.id),
+    EXISTS (SELECT 1 FROM json_each(?1) CROSS JOIN readers ON resource = asked.id AND reader = value)
+    FROM asked LEFT JOIN resources ON resources.id = asked.id"""
+"""What decides who may read something: the same to look up for any number of readers, and for what is not there."""
+
+_BY_ID = f"WITH asked(id) AS (VALUES (?2)) SELECT {_FACTS}"
+_BY_NAME = f"""WITH asked(id, place, at) AS (
+        SELECT id, session = '', 0 FROM resources
+        WHERE org = ?2 AND user = ?3 AND session IN ('', ?4) AND kind = ?5 AND name = ?6
+        UNION ALL
+        SELECT id, 2 + (level = 'org'), rowid FROM resources
+        WHERE kind = ?5 AND name = ?6 AND org = ?2 AND level IN ('public', 'org')
+    ) SELECT {_FACTS} ORDER BY place, at"""
+_ALL = f"""WITH asked(id) AS (
+        SELECT id FROM resources WHERE org = ?2 AND user = ?3
+        UNION SELECT id FROM resources WHERE level = 'public'
+        UNION SELECT id FROM resources WHERE org = ?2 AND level = 'org'
+        UNION SELECT resource FROM json_each(?1) JOIN readers ON reader = value
+    ) SELECT {_FACTS} WHERE ?4 IS NULL OR kind = ?4 ORDER BY name, resources.rowid"""
 
 
 @dataclass(frozen=True)
@@ -72,6 +95,21 @@ class Resource(ResourceInfo):
     content: str = field(default="", repr=False)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Something that a principal asks for, as far as the rules are about it."""
+
+    id: str
+    kind: Kind
+    name: str
+    org: str
+    user: str
+    level: Level
+    session: str
+    restricted: bool
+    named: bool
+
+
 class Resources:
     """The documents and schemas of a state, as far as each principal may see and change them."""
 
@@ -87,7 +125,7 @@ class Resources:
         content: str,
         level: Level = "user",
         *,
-        readers: Iterable[str] = (),
+        readers: Collection[str] = (),
         session: str = "",
         ttl: float | None = None,
     ) -> Resource:
@@ -106,7 +144,7 @@ class Resources:
         content: str,
         level: Level = "user",
         *,
-        readers: Iterable[str] = (),
+        readers: Collection[str] = (),
         session: str = "",
         ttl: float | None = None,
     ) -> Resource:
@@ -200,15 +238,17 @@ class Resources:
     def get(self, principal: Principal, reference: str, kind: Kind, *, session: str = "") -> Resource:
         """The document or schema of an id or a name, if the principal may read it; else 404, whatever the reason.
 
-        Where several have the name, the principal's own comes first, then its organisation's, what is shared with it
-        by name or group, and what is public (its organisation's before others'); among those the oldest, so that
-        nobody takes over a name by registering it again. What belongs to a session has its name only there.
+        A name means the principal's own, first its session's, and then what its organisation publishes: to everyone
+        before to itself, for which more is needed, and of those the oldest. What others share with the principal, and
+        what other organisations publish, is reached by its id alone: nobody puts a text of his in the place of one
+        that somebody expects under a name.
         """
-        for info in self._candidates(principal, reference, kind, session):
-            if may_read(principal, info):
+        for asked in self._meant(principal, reference, kind, session):
+            if may_read(principal, asked):
                 # The text is read only now: what is not the principal's takes no time by its size.
-                row = self._state.row("SELECT content FROM resources WHERE id = ?", info.id)
-                if row is not None:
+                info = self._info(asked.id)
+                row = self._state.row("SELECT content FROM resources WHERE id = ?", asked.id)
+                if info is not None and row is not None:
                     return Resource(**vars(info), content=row[0])
         raise self._not_found(principal, kind, reference)
 
@@ -221,27 +261,30 @@ class Resources:
         if not (name + session).isprintable():
             return None  # nothing is called so
         row = self._state.row(
-            f"SELECT {_COLUMNS} FROM resources WHERE org = ? AND user = ? AND session = ? AND kind = ? AND name = ?",
+            "SELECT id FROM resources WHERE org = ? AND user = ? AND session = ? AND kind = ? AND name = ?",
             principal.org,
             principal.user,
             session,
             kind,
             name,
         )
-        return None if row is None else ResourceInfo(**_fields(row))
+        return None if row is None else self._info(row[0])
 
     def visible(self, principal: Principal, kind: Kind | None = None) -> list[ResourceInfo]:
         """All that the principal may read, in the order of names."""
-        # The query only leaves out what is others' own, which may be most; the rule is `may_read`.
-        rows = self._state.rows(
-            f"SELECT {_COLUMNS} FROM resources WHERE (?3 IS NULL OR kind = ?3) AND (level = 'public' OR (org = ?1 "
-            "AND (user = ?2 OR level = 'org' OR id IN (SELECT resource FROM readers)))) ORDER BY name, rowid",
-            principal.org,
-            principal.user,
-            kind,
-        )
-        infos = [ResourceInfo(**_fields(row)) for row in rows]
-        return [info for info in infos if may_read(principal, info)]
+        found = self._asked(_ALL, principal, principal.org, principal.user, kind)
+        infos = (self._info(asked.id) for asked in found if may_read(principal, asked))
+        return [info for info in infos if info is not None]
+
+    def names(self, principal: Principal, kind: Kind) -> list[str]:
+        """The names that mean something to the principal, in order."""
+        found = self._asked(_ALL, principal, principal.org, principal.user, kind)
+        return [
+            asked.name
+            for asked in found
+            if may_read(principal, asked)
+            and (owns(principal, asked) or (asked.org == principal.org and asked.level in ("public", "org")))
+        ]
 
     def remove(self, principal: Principal, reference: str, kind: Kind, *, session: str = "") -> ResourceInfo:
         """Remove a document or schema, text and grants; it is returned, for its KV to be forgotten."""
@@ -254,7 +297,7 @@ class Resources:
         return info
 
     def set_readers(
-        self, principal: Principal, reference: str, kind: Kind, readers: Iterable[str], *, session: str = ""
+        self, principal: Principal, reference: str, kind: Kind, readers: Collection[str], *, session: str = ""
     ) -> ResourceInfo:
         """Say anew who may read it; whoever is not among them any more is refused from now on."""
         with self._state.transaction() as db:
@@ -276,52 +319,56 @@ class Resources:
                 if texts:
                     detail = {"name": info.name, "readers": texts}
                     self._audit.record(principal, action, info.id, org=info.org, detail=detail)
-            row = self._state.row(f"SELECT {_COLUMNS} FROM resources WHERE id = ?", info.id)
-            return ResourceInfo(**_fields(row))
+            return replace(info, readers=wanted)
 
-    def forget(self, forgotten: Callable[[ResourceInfo], bool]) -> list[ResourceInfo]:
-        """Remove all that `forgotten` holds for, and return them. Whether the asker may is the caller's to check."""
+    def forget(self, *, org: str, user: str = "", session: str = "") -> list[ResourceInfo]:
+        """Remove all of an organisation, or of a user or a session of its, and return it.
+
+        Whether the asker may is the caller's to check.
+        """
         with self._state.transaction() as db:
-            rows = self._state.rows(f"SELECT {_COLUMNS} FROM resources ORDER BY rowid")
-            gone = [info for info in (ResourceInfo(**_fields(row)) for row in rows) if forgotten(info)]
+            rows = self._state.rows(
+                "SELECT id FROM resources WHERE org = ?1 AND ?2 IN ('', user) AND ?3 IN ('', session) "
+                "ORDER BY rowid",
+                org,
+                user,
+                session,
+            )
+            gone = [info for (id,) in rows if (info := self._info(id)) is not None]
             db.executemany("DELETE FROM resources WHERE id = ?", [(info.id,) for info in gone])
             if gone:
                 self._state.scrub()
         return gone
 
-    def _candidates(
-        self, principal: Principal, reference: str, kind: Kind, session: str
-    ) -> list[ResourceInfo]:
-        """Those that may be meant, the first choice first; not all are for the principal to read."""
+    def _meant(self, principal: Principal, reference: str, kind: Kind, session: str) -> list[_Asked]:
+        """What may be meant, the first choice first; not all is for the principal to read."""
         if not (reference + session).isprintable():
             return []  # nothing is called so
         if _ID.fullmatch(reference):
-            rows = self._state.rows(
-                f"SELECT {_COLUMNS} FROM resources WHERE kind = ? AND id = ?", kind, reference
-            )
-        else:
-            rows = self._state.rows(
-                f"SELECT {_COLUMNS} FROM resources WHERE kind = ? AND name = ? "
-                "AND (org = ? OR level = 'public') AND (level != 'session' OR session = ?) ORDER BY rowid",
-                kind,
-                reference,
-                principal.org,
-                session,
-            )
-        found = [ResourceInfo(**_fields(row)) for row in rows]
-        return sorted(found, key=lambda each: _distance(principal, each))
+            return [each for each in self._asked(_BY_ID, principal, reference) if each.kind == kind]
+        return self._asked(_BY_NAME, principal, principal.org, principal.user, session, kind, reference)
+
+    def _asked(self, query: str, principal: Principal, *values: object) -> list[_Asked]:
+        rows = self._state.rows(query, json.dumps(badges(principal)), *values)
+        return [_Asked(*row) for row in rows if row[0] is not None]
+
+    def _info(self, id: str) -> ResourceInfo | None:
+        row = self._state.row(f"SELECT {_OWNED}, {_REST} FROM resources WHERE id = ?", id)
+        return None if row is None else ResourceInfo(id, *row[:8], readers=_readers(row[8]))
 
     def _changeable(self, principal: Principal, reference: str, kind: Kind, session: str) -> ResourceInfo:
         """What is meant, if the principal may change it; 404 if it may not even know of it."""
         by_id = _ID.fullmatch(reference) is not None
-        for info in self._candidates(principal, reference, kind, session):
-            mine = may_change(principal, info)
+        for asked in self._meant(principal, reference, kind, session):
+            mine = may_change(principal, asked)
             # An administrator reaches what it cannot read by its id alone: a name may be several users'.
-            if not may_read(principal, info) and not (by_id and mine):
+            if not may_read(principal, asked) and not (by_id and mine):
                 continue
             if mine:
+                info = self._info(asked.id)
+                assert info is not None  # in one transaction
                 return info
-            self._audit.refused(principal, "not_owner", info.id)
+            self._audit.refused(principal, "not_owner", asked.id)
             raise ForbiddenError(
                 f"The {kind} {shown(reference)} is another's: its owner changes it, or who has admin:org."
             )
@@ -333,19 +380,6 @@ class Resources:
         return NotFoundError(
             f"There is no {kind} {shown(reference)} that you may use.", code=f"{kind}_not_found"
         )
-
-
-def _distance(principal: Principal, resource: ResourceInfo) -> tuple[int, bool]:
-    """How far from the principal: its own, its organisation's, shared with it, everyone's; then whether from abroad.
-
-    What a colleague shares comes after what the organisation publishes, which takes a permission: nobody can put a text
-    of his own in the place of the organisation's.
-    """
-    if owns(principal, resource):
-        return (0 if resource.session else 1), False
-    if resource.level == "org":
-        return 2, False
-    return (3 if resource.level != "public" else 4), principal.org != resource.org
 
 
 def _check_text(content: str) -> None:
@@ -361,9 +395,6 @@ def _action(kind: Kind, what: Literal["register", "remove"]) -> Action:
     return cast("Action", f"{kind}.{what}")
 
 
-def _fields(row: Any) -> dict[str, Any]:
-    names = ("id", "kind", "name", "org", "user", "level", "session", "ttl", "created")
-    readers = [text.partition(":") for text in json.loads(row[9])]
-    return dict(zip(names, row, strict=False)) | {
-        "readers": frozenset(Reader(kind, name) for kind, _, name in readers)
-    }
+def _readers(texts: str) -> frozenset[Reader]:
+    parted = (text.partition(":") for text in json.loads(texts))
+    return frozenset(Reader(kind, name) for kind, _, name in parted)

@@ -92,6 +92,8 @@ class State:
             self._use_wal()
         if known < len(MIGRATIONS):
             migrate(db)
+        # Made once for the connection, by a statement that looks like one against the tables of tables.
+        db.execute("SELECT 1 FROM json_each('[]')")
         db.set_authorizer(_authorise)
 
     def _use_wal(self) -> None:

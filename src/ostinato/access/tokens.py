@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -145,11 +146,24 @@ class Tokens:
         self._groups = groups
         self._jwks: dict[str, Jwks] = {}
 
-    def authenticate(self, token: str) -> Principal:
-        """The principal of a token; `UnauthenticatedError` says why it is not believed.
+    def pending(self, token: str) -> Future[None] | None:
+        """What is being fetched, from now on, of what is needed to tell about a token; None if all is there."""
+        try:
+            issuer, algorithm, key_id = self._said(token)
+        except UnauthenticatedError:
+            return None
+        return self._source(issuer.jwks).refresh(key_id, algorithm)
 
-        May fetch the issuer's keys, which takes seconds at worst: not for an event loop.
+    def authenticate(self, token: str) -> Principal:
+        """The principal of a token, as far as can be told without waiting for its issuer's keys; see `pending`.
+
+        `UnauthenticatedError` says why it is not believed.
         """
+        issuer, algorithm, key_id = self._said(token)
+        return self._principal(issuer, self._verified(issuer, token, algorithm, key_id))
+
+    def _said(self, token: str) -> tuple[Issuer, str, str | None]:
+        """Whose a token says it is, and with which algorithm and key it would be signed. None of it is true yet."""
         if len(token) > MAX_TOKEN:
             raise _refused(f"The token is longer than {MAX_TOKEN:,} characters.")
         try:
@@ -167,7 +181,7 @@ class Tokens:
         issuer = self._issuers.get(claimed) if isinstance(claimed, str) and claimed.isprintable() else None
         if issuer is None:
             raise _refused("The token's issuer (iss) is not known here.")
-        return self._principal(issuer, self._verified(issuer, token, algorithm, key_id))
+        return issuer, algorithm, key_id
 
     def _unverified(self, token: str) -> tuple[dict[str, Any], object]:
         """The header, and who the token says has issued it: only to know with whose key to check it."""
@@ -176,7 +190,7 @@ class Tokens:
 
     def _verified(self, issuer: Issuer, token: str, algorithm: str, key_id: str | None) -> dict[str, Any]:
         try:
-            key = self._source(issuer.jwks).find(key_id, algorithm)
+            key = self._source(issuer.jwks).known(key_id, algorithm)
         except JwksError as error:
             log.warning("Tokens of %s cannot be checked: %s", issuer.issuer, error)
             raise _refused(

@@ -22,19 +22,23 @@ CLAIMS = 64
 class Claim:
     """A user's hold on a block of a shared scope, whose text it has sent itself."""
 
-    expires: float
-    requests: frozenset[str]
-    """Those that it sent the text with, and has not forgotten."""
-    more: bool = False
-    """Whether there were more requests than are told apart: forgetting those does not end the claim."""
+    requests: dict[str, float]
+    """Those that it sent the text with and has not forgotten, and when it expires for each."""
+    more: float = 0.0
+    """When it expires for those beyond the ones told apart: forgetting them does not end the claim."""
+
+    @property
+    def expires(self) -> float:
+        return max(self.more, *self.requests.values()) if self.requests else self.more
 
     def join(self, other: Claim) -> None:
         """Hold what the other holds too."""
-        self.expires = max(self.expires, other.expires)
-        new = other.requests - self.requests
-        kept = sorted(new)[: max(0, REQUESTS - len(self.requests))]
-        self.more = self.more or other.more or len(kept) < len(new)
-        self.requests |= frozenset(kept)
+        self.more = max(self.more, other.more)
+        for request, expires in other.requests.items():
+            if request in self.requests or len(self.requests) < REQUESTS:
+                self.requests[request] = max(expires, self.requests.get(request, 0.0))
+            else:
+                self.more = max(self.more, expires)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,21 +93,20 @@ class Block:
         else:
             if len(self.claims) >= CLAIMS:
                 del self.claims[min(self.claims, key=lambda each: self.claims[each].expires)]
-            self.claims[user] = replace(claim)
+            self.claims[user] = replace(claim, requests=dict(claim.requests))
         self.expires = max(self.expires, claim.expires)
 
     def unclaim(self, user: Scope, request: str, now: float) -> bool:
-        """Have a user's request hold it no more; whether that ended the user's claim, and that was alive."""
+        """Have a user's request hold it no more; whether that was all that the user held it by."""
         held = self.claims.get(user)
-        if held is None or request not in held.requests:
+        if held is None or held.requests.pop(request, None) is None:
             return False
-        held.requests -= {request}
-        if held.requests or held.more:
-            return False
-        del self.claims[user]
+        held_on = held.expires > now
+        if not held_on:
+            del self.claims[user]
         if self.claims:
             self.expires = max(each.expires for each in self.claims.values())
-        return held.expires > now
+        return not held_on
 
     def readable(self, reader: Scope | None, now: float) -> bool:
         """Whether a user who knows its key may reuse it now."""

@@ -150,6 +150,7 @@ class Index:
             for user, claim in block.claims.items():
                 known.claim(user, claim)
                 self.lost.drop(user, key)
+            known.claimed, known.guarded = known.claimed and block.claimed, known.guarded and block.guarded
             self.acquire(known, use, block.expires)
             self._discard(block)
             return known
@@ -177,7 +178,8 @@ class Index:
         Returns the block to release, or None if `block` was freed.
         """
         wanted = tuple(token_ids)
-        for sibling in self._children.get(parent, {}).get(wanted[0], ()):
+        same = block_key(parent, wanted) in self
+        for sibling in () if same else self._children.get(parent, {}).get(wanted[0], ()):
             longer = sibling.size > len(wanted) and sibling.token_ids[: len(wanted)] == wanted
             if longer and sibling.readable(reader, use.time):
                 if not sibling.claims:  # what follows in it is not what a claim would be on
@@ -222,15 +224,20 @@ class Index:
 
         What nobody else holds is taken away.
         """
-        let_go = [block for block in self.store.blocks.values() if block.unclaim(user, request, now)]
+        held = [block for block in self.store.blocks.values() if user in block.claims]
+        found = {block for block in held if block.claims[user].expires > now}
+        lasted = {block: block.expires for block in held}
+        let_go = [block for block in held if block.unclaim(user, request, now)]
         # Leaf first: what others go on from stays for them.
         for block in sorted(let_go, key=lambda each: -each.depth):
-            if block.claimed and not block.claims and not block.children:
+            alive = any(claim.expires > now for claim in block.claims.values())
+            if block.claimed and not alive and not block.children:
                 self._forget(block)
-            elif block.expires < NEVER:
-                self._watch(block)  # it may go sooner, without that claim
+        for block in held:
+            if block.key is not None and block.expires < lasted[block]:
+                self._watch(block)  # it goes sooner, without that request
         self.lost.forget(lambda owner, loss: owner == user and request in loss.lineage)
-        return let_go
+        return [block for block in let_go if block in found]
 
     def sweep(self, now: float) -> int:
         """Take away and erase the blocks that expired before `now`; returns how many."""
@@ -305,13 +312,13 @@ class Index:
     def _lose(self, block: Block, how: Literal["evicted", "expired"], now: float) -> None:
         """Note for those who have sent its text why it is gone; what has expired for one of them did so for it."""
         assert block.key is not None
-        lasts = dict.fromkeys(_senders(block), Claim(block.expires, frozenset())) | block.claims
+        lasts = dict.fromkeys(_senders(block), Claim({}, block.expires)) | block.claims
         for user, claim in lasts.items():
             expired = claim.expires <= now
             loss = Loss(
                 "expired" if expired else how,
                 claim.expires if expired else now,
-                block.lineage | claim.requests | {user},
+                block.lineage.union(claim.requests, (user,)),
             )
             self.lost.put(user, block.key, loss)
 

@@ -285,6 +285,8 @@ class Scheduler:
                 self.index.acquire(block, sequence.use, now + chain.ttl(end))
                 if chain.sender is not None:
                     block.claim(chain.sender, chain.claim(end, now, sequence.tag))
+                elif chain.ttl(end):
+                    block.claimed = block.guarded = False  # it is nobody's text
             if plan.copied is not None:
                 # Of a shared block the rest is not this request's text: it lives no longer for it.
                 ends = now + chain.ttl(end + plan.copied.size) if chain.sender is None else 0.0
@@ -379,7 +381,12 @@ class Scheduler:
         if tail and sequence.kept:
             self._describe(sequence, chain, chain.published)
             parent = chain.parent_key(chain.published)
-            kept = self.index.publish_tail(rest.pop(0), parent, tail, sequence.use, sequence.asker)
+            whole = chain.fixed and chain.computed == len(chain.token_ids)
+            if whole and chain.sender is not None:
+                # All of it was found in a longer block of another's: it is this user's too, whatever becomes of that.
+                kept = self.index.publish(rest.pop(0), parent, tail, sequence.use)
+            else:
+                kept = self.index.publish_tail(rest.pop(0), parent, tail, sequence.use, sequence.asker)
             if kept is not None:
                 blocks.append(kept)
         self.index.release([*blocks, *rest], sequence.use)

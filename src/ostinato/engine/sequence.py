@@ -153,7 +153,7 @@ class SequenceChain:
 
     def claim(self, end: int, now: float, tag: str) -> Claim:
         """The claim of a request on KV that the token before number `end` is the last of."""
-        return Claim(now + self.ttl(end), frozenset((tag,)))
+        return Claim({tag: now + self.ttl(end)})
 
     def ttl(self, end: int) -> float:
         """How long KV may stay that the token before number `end` is the last of."""

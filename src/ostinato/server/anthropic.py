@@ -21,6 +21,8 @@ from ostinato.server.messages import (
     DocumentPart,
     Function,
     Json,
+    Many,
+    Name,
     Part,
     ReasoningPart,
     Text,
@@ -65,7 +67,7 @@ class ToolResultBlock(_Model):
 
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Text | list[TextPart] | None = None
+    content: Text | Many[TextPart] | None = None
     is_error: bool | None = None
     cache_control: Json | None = None
 
@@ -98,7 +100,7 @@ class InputMessage(_Model):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | list[Block]
+    content: Text | Many[Block]
 
     @property
     def blocks(self) -> list[Block]:
@@ -148,9 +150,9 @@ class Conversation(_Model):
     """The fields of a body that make the prompt: all that counting its tokens takes."""
 
     model: str
-    messages: Annotated[list[InputMessage], Field(min_length=1)]
-    system: Text | list[TextPart] | None = None
-    tools: Annotated[list[ToolParam], Field(max_length=512)] | None = None
+    messages: Annotated[Many[InputMessage], Field(min_length=1)]
+    system: Text | Many[TextPart] | None = None
+    tools: Annotated[list[ToolParam], Field(fail_fast=True, max_length=512)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     cache_control: Json | None = None
@@ -158,6 +160,10 @@ class Conversation(_Model):
     # Ostinato's own.
     reuse_mode: ReuseMode | None = None
     link_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    cache_salt: Name | None = None
+    """vLLM's: what is computed is found again under the same salt alone, and by the same caller."""
+    end_user: Name | None = None
+    """Which of the caller's own users asks: what is computed in the scope of a user or session is that one's."""
 
     @property
     def mode(self) -> ReuseMode:
@@ -280,7 +286,7 @@ class MessagesRequest(Conversation):
 
     max_tokens: Count
     """0 to have the prompt cached, and no answer."""
-    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None

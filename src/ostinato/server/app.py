@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import JSONResponse
 
 from ostinato import __version__
 from ostinato.access.access import Access
@@ -20,9 +19,9 @@ from ostinato.access.errors import ForbiddenError
 from ostinato.access.principal import Principal
 from ostinato.engine.engine import Engine
 from ostinato.engine.intake import LINK_TOKENS, Options, PromptLike
-from ostinato.engine.request import Chunk, Reply, SamplingParams
+from ostinato.engine.request import Chunk, Reply, SamplingParams, Usage
 from ostinato.engine.stream import collect as collect_reply
-from ostinato.errors import EngineClosedError, ModelNotFoundError
+from ostinato.errors import EngineClosedError, InvalidRequestError, ModelNotFoundError
 from ostinato.prompt.cache_control import CacheControl, cache_control
 from ostinato.prompt.resolve import Placement, ReuseMode
 from ostinato.prompt.schema import SchemaPrompt, Text
@@ -30,22 +29,38 @@ from ostinato.prompt.scopes import Asker
 from ostinato.server.answer import Answer
 from ostinato.server.anthropic import Conversation, MessagesRequest
 from ostinato.server.anthropic_answer import MessagesAnswer
+from ostinato.server.authenticate import Authenticate, principal_of
+from ostinato.server.bodies import BodyRoute
 from ostinato.server.cache import cache_routes, explanation_json
+from ostinato.server.clients import CLIENT_CLOSED_REQUEST, ClientGone, EventStream, cancelled
 from ostinato.server.documents import document_routes
 from ostinato.server.errors import add_error_handlers, describe, request_id
+from ostinato.server.limits import Limits, Place
 from ostinato.server.lookup import Lookup
+from ostinato.server.messages import MAX_NAME
 from ostinato.server.metrics import Metrics
-from ostinato.server.middleware import Authenticate, BodyLimit, CountRequests, RequestIds, principal_of
+from ostinato.server.middleware import (
+    BODY_WITHIN,
+    TEXT_BYTES,
+    BodyLimit,
+    CountRequests,
+    Limited,
+    RequestIds,
+    place_of,
+)
 from ostinato.server.openai import ChatCompletionRequest, CompletionRequest, Json, Prompt
 from ostinato.server.openai_answer import ChatAnswer, CompletionAnswer, fingerprint
 from ostinato.server.schemas import schema_routes
 from ostinato.server.tools import Calls
+from ostinato.server.workers import Workers
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 EngineRequest = tuple[PromptLike, SamplingParams]
 Pieces = AsyncGenerator[tuple[int, Chunk], None]
+
+TOKEN_BYTES = 32
+"""Most bytes of a body for each token that a prompt may have."""
 
 
 class Body(Protocol):
@@ -53,6 +68,8 @@ class Body(Protocol):
 
     stream: bool | None
     explain: bool | None
+    cache_salt: str | None
+    end_user: str | None
 
     @property
     def session(self) -> str:
@@ -88,19 +105,32 @@ class Body(Protocol):
         ...
 
 
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that left before the answer: nobody receives it, the metrics count it."""
-
-
-def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
+def create_app(
+    engine: Engine,
+    access: Access | None = None,
+    *,
+    limits: Limits | None = None,
+    body_within: float = BODY_WITHIN,
+) -> FastAPI:
     """The server of `engine`.
 
     `access` says who may use it, and keeps what they register; without one, whoever reaches it may, and what is
-    registered is gone with the process.
+    registered is gone with the process. `limits` says how much of it each may use at once. A body that has not come
+    whole after `body_within` seconds is refused.
     """
     access = access or Access(":memory:")
     lookup = Lookup(engine, access)
-    app = FastAPI(title="Ostinato", version=__version__, redoc_url=None)
+    workers = Workers()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        yield
+        workers.close()
+
+    # The pages that describe the API would load scripts from elsewhere; `/openapi.json` says the same.
+    app = FastAPI(title="Ostinato", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.workers = workers
+    app.router.route_class = BodyRoute
     metrics = Metrics(engine)
     system_fingerprint = fingerprint(engine.fingerprint, __version__)
     calls = Calls.of(engine.tokenizer)
@@ -114,7 +144,10 @@ def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
 
     # The last added is the outermost. All are plain ASGI: Starlette's BaseHTTPMiddleware would stand
     # between the client and the response, where it hides disconnects.
-    app.add_middleware(BodyLimit)
+    app.add_middleware(
+        BodyLimit, text_bytes=max(TEXT_BYTES, TOKEN_BYTES * engine.max_model_len), within=body_within
+    )
+    app.add_middleware(Limited, limits=limits or Limits())
     app.add_middleware(Authenticate, access=access)
     app.add_middleware(CountRequests, metrics=metrics)
     app.add_middleware(RequestIds)
@@ -124,32 +157,45 @@ def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
         if name != engine.model_name:
             raise ModelNotFoundError(f"There is no model {name[:100]!r} here, only {engine.model_name!r}.")
 
-    async def respond(request: Request, body: Body, answer: Answer) -> Response:
+    def prepared(
+        principal: Principal, body: Body, make: Callable[[], Answer]
+    ) -> tuple[Answer, list[EngineRequest]]:
+        """The answer to a body, yet to be given, and what the engine is to be asked for it. Not for an event loop."""
+        answer = make()
+        # What follows narrower text is narrowed, and still not for everyone to ask for.
+        asker = Asker(principal, body.session, body.control.level or "user")
+        for at, named in body.controls():
+            asker.scope(cache_control(named, at).level)
+        if body.explain:
+            answer.explain = partial(_explained, engine, answer.id, principal)
+        requests, answer.placements = placed(lookup, principal, body, calls)
+        return answer, requests
+
+    async def respond(request: Request, body: Body, make: Callable[[], Answer]) -> Response:
+        # Before any text is looked up: what is forgotten from now on is not to be kept of the answer.
+        options = Options(epoch=engine.epoch, session=body.session)
         # The engine calls whatever it is given the prompt; errors name the field that it came in.
         request.state.prompt_field = body.prompt_field
-        principal, control = principal_of(request), body.control
-        options = Options(principal=principal, session=body.session, request_id=answer.id)
+        place, principal, control = place_of(request), principal_of(request), body.control
+        place.afford()
+        options["end_user"] = named(request, "X-End-User", body.end_user)
+        options["cache_salt"] = named(request, "X-Cache-Salt", body.cache_salt)
         if control.level is not None:
             options["scope"] = control.level
         if control.ttl is not None:
             options["ttl"] = control.ttl
-        if body.explain:
-            answer.explain = partial(_explained, engine, answer.id, principal)
         try:
-            # What follows narrower text is narrowed, and still not for everyone to ask for.
-            asker = Asker(principal, body.session, control.level or "user")
-            for at, named in body.controls():
-                asker.scope(cache_control(named, at).level)
-            requests, answer.placements = await placed(lookup, principal, body, calls)
-            pieces = run(engine, metrics, requests, options)
+            answer, requests = await workers.run(principal, prepared, principal, body, make)
+            options["request_id"] = answer.id
+            place.hold(len(requests))
+            pieces = run(engine, workers, metrics, place, principal, requests, options)
             if not body.stream:
-                replies = await unless_gone(request.receive, collect(pieces, len(requests)))
-                return JSONResponse(answer.whole(replies))
+                return JSONResponse(answer.whole(await collect(pieces, len(requests))))
             events = stream(pieces, len(requests), answer)
             # Nothing is sent before the first event, so that what the engine refuses still gets its status.
-            return EventStream(await unless_gone(request.receive, anext(events)), events)
+            return EventStream(await anext(events), events)
         except ForbiddenError as error:
-            await asyncio.to_thread(access.audit.refused, principal, "escalation", error.param or "")
+            await workers.run(principal, access.audit.refused, principal, "escalation", error.param or "")
             raise
 
     @app.exception_handler(ClientGone)
@@ -160,57 +206,67 @@ def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
     async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
         check_model(body.model)
-        answer = ChatAnswer(
-            engine.model_name,
-            system_fingerprint,
-            choices=body.choices,
-            include_usage=body.include_usage,
-            logprobs=bool(body.logprobs),
-            parser=partial(body.parser, calls),
-        )
-        return await respond(request, body, answer)
+
+        def make() -> ChatAnswer:
+            return ChatAnswer(
+                engine.model_name,
+                system_fingerprint,
+                choices=body.choices,
+                include_usage=body.include_usage,
+                logprobs=bool(body.logprobs),
+                parser=body.parser(calls),
+            )
+
+        return await respond(request, body, make)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continue a text."""
         check_model(body.model)
-        prompts = body.prompts() if body.echo else []
-        # Many token ids take a while to become text; the event loop serves others meanwhile.
-        echoes = await asyncio.to_thread(lambda: [_text(engine, prompt) for prompt in prompts])
-        answer = CompletionAnswer(
-            engine.model_name,
-            system_fingerprint,
-            choices=body.choices,
-            include_usage=body.include_usage,
-            logprobs=body.logprobs is not None,
-            echoes=echoes,
-        )
-        return await respond(request, body, answer)
+
+        def make() -> CompletionAnswer:
+            return CompletionAnswer(
+                engine.model_name,
+                system_fingerprint,
+                choices=body.choices,
+                include_usage=body.include_usage,
+                logprobs=body.logprobs is not None,
+                echoes=[_text(engine, prompt) for prompt in body.prompts()] if body.echo else [],
+            )
+
+        return await respond(request, body, make)
 
     @app.post("/v1/messages")
     async def messages(request: Request, body: MessagesRequest) -> Response:
         """Answer a conversation, in the dialect of Anthropic's API."""
         check_model(body.model)
-        request.state.prompt_field = body.prompt_field
-        body.check()
-        answer = MessagesAnswer(
-            engine.model_name,
-            await asyncio.to_thread(body.parser, calls),
-            request_id(request.scope),
-            cacheable=await asyncio.to_thread(cacheable_tokens, engine, lookup, principal_of(request), body),
-            long=body.long,
-            silent=body.max_tokens == 0,
-        )
-        return await respond(request, body, answer)
+        id, principal = request_id(request.scope), principal_of(request)
+
+        def make() -> MessagesAnswer:
+            body.check()
+            return MessagesAnswer(
+                engine.model_name,
+                body.parser(calls),
+                id,
+                cacheable=cacheable_tokens(engine, lookup, principal, body),
+                long=body.long,
+                silent=body.max_tokens == 0,
+            )
+
+        return await respond(request, body, make)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request, body: Conversation) -> Json:
         """How many tokens a conversation has as a prompt."""
         check_model(body.model)
         request.state.prompt_field = body.prompt_field
-        body.check()
-        tokens = await asyncio.to_thread(prompt_tokens, engine, lookup, principal_of(request), body)
-        return {"input_tokens": len(tokens)}
+        principal = principal_of(request)
+
+        def counted() -> int:
+            body.check()
+            return len(prompt_tokens(engine, lookup, principal, body))
+
+        return {"input_tokens": await workers.run(principal, counted)}
 
     @app.get("/v1/models")
     async def models() -> Json:
@@ -223,9 +279,9 @@ def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
         check_model(name)
         return model
 
-    app.include_router(schema_routes(engine, access, lookup))
-    app.include_router(document_routes(engine, access))
-    app.include_router(cache_routes(engine, access))
+    app.include_router(schema_routes(engine, access, lookup, workers))
+    app.include_router(document_routes(engine, access, workers, lookup))
+    app.include_router(cache_routes(engine, access, workers, lookup))
 
     @app.get("/health")
     async def health() -> Json:
@@ -235,24 +291,30 @@ def create_app(engine: Engine, access: Access | None = None) -> FastAPI:
         return {"status": "ok"}
 
     @app.get("/metrics")
-    async def prometheus() -> Response:
+    async def prometheus(request: Request) -> Response:
         """The server's state in Prometheus' text format."""
+        principal = principal_of(request)
+        if not principal.may("metrics"):
+            # Totals tell what others ask, to whoever reads them often enough.
+            await workers.run(principal, access.audit.refused, principal, "escalation", "metrics")
+            raise ForbiddenError(
+                "Reading the metrics needs a key with the permission metrics, which this one lacks.",
+                code="metrics_not_permitted",
+            )
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return app
 
 
-async def placed(
+def placed(
     lookup: Lookup, principal: Principal, body: Body, calls: Calls
 ) -> tuple[list[EngineRequest], tuple[Placement, ...] | None]:
     """The engine requests of a body, and where the parts of its prompt stand if that is over a schema."""
-    # Reading PML may take a while; the event loop serves others meanwhile.
-    requests = await asyncio.to_thread(body.engine_requests, calls)
+    requests = body.engine_requests(calls)
     prompt, _ = requests[0]
     if not isinstance(prompt, SchemaPrompt):
         return list(requests), None
-    resolved = await asyncio.to_thread(
-        lookup.resolve,
+    resolved = lookup.resolve(
         prompt,
         principal,
         session=body.session,
@@ -260,6 +322,24 @@ async def placed(
         link_tokens=body.link_tokens or LINK_TOKENS,
     )
     return [(resolved.prompt, params) for _, params in requests], resolved.placements
+
+
+def named(request: Request, header: str, field: str | None) -> str:
+    """What a body names in a field, or else the request in a header; "" if neither does."""
+    if field is not None:
+        return field
+    given = request.headers.get(header)
+    if given is None:
+        return ""
+    try:
+        name = given.encode("latin-1").decode()  # the same name in either place is the same
+    except UnicodeDecodeError:
+        raise InvalidRequestError(f"The header {header} is not in UTF-8.", param=header) from None
+    if not 1 <= len(name) <= MAX_NAME:
+        raise InvalidRequestError(
+            f"The header {header} has {len(name)} characters; 1 to {MAX_NAME} make a name.", param=header
+        )
+    return name
 
 
 def _explained(engine: Engine, request_id: str, principal: Principal) -> Json | None:
@@ -298,7 +378,13 @@ def _text(engine: Engine, prompt: Prompt) -> str:
 
 
 async def run(
-    engine: Engine, metrics: Metrics, requests: Sequence[EngineRequest], options: Options
+    engine: Engine,
+    workers: Workers,
+    metrics: Metrics,
+    place: Place,
+    principal: Principal,
+    requests: Sequence[EngineRequest],
+    options: Options,
 ) -> Pieces:
     """Run engine requests at once; their chunks as they come, each with the index of its request.
 
@@ -309,19 +395,26 @@ async def run(
     arrived: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue()
 
     async def follow(index: int, prompt: PromptLike, params: SamplingParams) -> None:
-        previous = None
+        previous, sequence = None, None
         try:
-            asked: Options = {**options, "choice": index}
-            async with aclosing(engine.astream(prompt, params, **asked)) as chunks:
+            asked: Options = {**options, "principal": principal, "choice": index}
+            # Nothing is submitted by the thread: the client may leave while it works.
+            sequence = await workers.run(principal, engine.prepare, prompt, params, **asked)
+            async with aclosing(engine.afollow(sequence)) as chunks:
                 async for chunk in chunks:
                     if chunk.finish_reason == "cancelled":
                         raise EngineClosedError("The server is shutting down.")
                     metrics.observe(chunk, previous)
+                    place.charge(computed(chunk.usage) - (computed(previous.usage) if previous else 0))
                     previous = chunk
                     arrived.put_nowait((index, chunk))
             arrived.put_nowait(None)
         except Exception as error:  # handed on: it is raised where the chunks are read
             arrived.put_nowait(error)
+        finally:
+            if previous is None and sequence is not None and sequence.admitted:
+                # Who leaves before the first token has had the prompt computed all the same.
+                place.charge(sequence.prompt_kinds.total() - sequence.cached_kinds.total())
 
     tasks = [asyncio.create_task(follow(index, *request)) for index, request in enumerate(requests)]
     try:
@@ -335,7 +428,12 @@ async def run(
                 case piece:
                     yield piece
     finally:
-        await _cancel(tasks)
+        await cancelled(tasks)
+
+
+def computed(usage: Usage) -> int:
+    """Tokens that a reply has cost so far."""
+    return usage.prompt_tokens - usage.cached_tokens + usage.completion_tokens
 
 
 async def collect(pieces: Pieces, count: int) -> list[Reply]:
@@ -371,58 +469,3 @@ async def stream(pieces: Pieces, count: int, answer: Answer) -> AsyncGenerator[s
         return
     for event in answer.end():
         yield event
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events. However the response ends, the events are closed, and with them the requests.
-
-    Listens for the disconnect itself: whether Starlette does depends on the ASGI version of the server.
-    """
-
-    def __init__(self, first: str, events: AsyncGenerator[str, None]) -> None:
-        async def body() -> AsyncGenerator[str, None]:
-            yield first
-            async for event in events:
-                yield event
-
-        super().__init__(
-            body(),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        try:
-            await unless_gone(receive, self.stream_response(send))
-        except (ClientGone, OSError):
-            pass
-        finally:
-            await self._events.aclose()
-
-
-class ClientGone(Exception):
-    """The client closed its connection before the answer was complete."""
-
-
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`; if the client leaves first, `work` is cancelled and ClientGone raised."""
-
-    async def disconnect() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
-    finally:
-        await _cancel((working, leaving))
-
-
-async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

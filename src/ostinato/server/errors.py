@@ -28,7 +28,9 @@ class ErrorAnswer:
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _OPENAI_TYPES.get(self.status) or (
+            "invalid_request_error" if self.status < 500 else "server_error"
+        )
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic_body(self, request_id: str) -> dict[str, Any]:
@@ -46,6 +48,7 @@ class ErrorAnswer:
         return Response(json.dumps(body), self.status, self.headers, media_type="application/json")
 
 
+_OPENAI_TYPES = {429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -54,6 +57,9 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+_CODES = {405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
 
 
 def is_anthropic(path: str) -> bool:
@@ -70,10 +76,16 @@ class RefusedError(OstinatoError):
     """The server's own no, with its status."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.answer = ErrorAnswer(status, message, param=param, code=code)
+        self.answer = ErrorAnswer(status, message, param=param, code=code, headers=headers or {})
 
 
 # All others count as internal errors: answered with 500, and logged.
@@ -86,7 +98,7 @@ def describe(error: Exception) -> ErrorAnswer:
         case RequestValidationError():
             return _describe_validation(error)
         case HTTPException():
-            code = {405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
+            code = _CODES.get(error.status_code)
             return ErrorAnswer(error.status_code, str(error.detail), code=code, headers=error.headers or {})
         case RefusedError():
             return error.answer
@@ -126,7 +138,7 @@ def _describe_validation(error: RequestValidationError) -> ErrorAnswer:
 
     For a union (a string, or a list of ...) pydantic reports the failure of each member; the one that
     got deepest into the input is the one whose form the client used; the right type with a wrong value
-    is closer than the wrong type.
+    is closer than the wrong type. Only where all is right so far are there found to be too many.
     """
     errors: Sequence[Any] = error.errors()
     if any(each["type"] == "json_invalid" for each in errors):
@@ -142,8 +154,11 @@ def _describe_validation(error: RequestValidationError) -> ErrorAnswer:
         (*path, "type") if each["type"].startswith("union_tag") else path
         for path, each in zip(paths, errors, strict=True)
     ]
-    wrong_type = [each["type"].endswith("_type") for each in errors]
-    at, _ = max(zip(paths, wrong_type, strict=True), key=lambda each: (len(each[0]), not each[1]))
+    kinds = [each["type"] for each in errors]
+    at, _ = max(
+        zip(paths, kinds, strict=True),
+        key=lambda each: (each[1] == "too_long", len(each[0]), not each[1].endswith("_type")),
+    )
     reasons = dict.fromkeys(each["msg"] for each, path in zip(errors, paths, strict=True) if path == at)
     first, *others = reasons
     reason = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from ostinato.access.access import Access
 from ostinato.access.errors import NotFoundError
+from ostinato.access.grants import MAX_READERS
 from ostinato.access.principal import Principal
 from ostinato.access.resources import Resource, ResourceInfo
 from ostinato.access.scope import session_name
+from ostinato.cache.owned import Owned
 from ostinato.engine.engine import Engine
 from ostinato.prompt.cache_control import CacheControl, shorter
 from ostinato.prompt.layout import Layout
@@ -25,14 +27,14 @@ from ostinato.server.messages import Text
 Json = dict[str, Any]
 
 LAID_OUT = 1_000
-"""Schemas whose layouts are kept."""
+"""Schemas whose layouts are kept. Beyond that, whoever owns most of them loses its oldest."""
 
 
 class Readers(BaseModel):
     """Who may use a document or schema beside its owner."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
-    readers: list[Text]
+    readers: list[Text] = Field(max_length=MAX_READERS)
     """Such as "group:finance" and "user:bob"."""
 
 
@@ -57,7 +59,9 @@ class Lookup:
     def __init__(self, engine: Engine, access: Access) -> None:
         self._engine = engine
         self._access = access
-        self._layouts: OrderedDict[tuple[str, str], Layout] = OrderedDict()
+        self._layouts: Owned[tuple[str, str], tuple[str, str], Layout] = Owned(LAID_OUT)
+        """By owner, and by id and content."""
+        self._forgettings = 0
         self._lock = threading.Lock()
 
     def resolve(
@@ -83,31 +87,51 @@ class Lookup:
     def layout(self, name: str, principal: Principal, *, session: str = "") -> Layout:
         """The layout of a schema by its id or name; SchemaError if there is none for this principal."""
         try:
-            found = self._access.resources.get(principal, name, "schema", session=session_name(session))
+            return self.find(name, principal, session=session)[0]
         except NotFoundError:
-            # What the operator has given the server along is everybody's.
-            operators = self._engine.schemas.names()
-            if name in operators:
-                return self._engine.schemas.get(name)
-            visible = [info.name for info in self._access.resources.visible(principal, "schema")]
-            raise SchemaError(
-                f"There is no schema {name!r}. {known(name, dict.fromkeys([*visible, *operators]))}"
-            ) from None
-        return self.laid_out(found)
+            names = dict.fromkeys(
+                [*self._engine.schemas.names(), *self._access.resources.names(principal, "schema")]
+            )
+            raise SchemaError(f"There is no schema {name!r}. {known(name, names)}") from None
 
-    def laid_out(self, resource: Resource) -> Layout:
-        """The layout of a registered schema, under the scope that it has of its own."""
-        known = resource.id, resource.content
+    def find(
+        self, reference: str, principal: Principal, *, session: str = ""
+    ) -> tuple[Layout, ResourceInfo | None]:
+        """The layout of a schema by its id or name, and what is registered of it, for this principal to use.
+
+        A name that the operator has given a schema means that one, for everybody: nobody puts another in its place.
+        `NotFoundError` if there is none.
+        """
+        operators = self.operators(reference)
+        if operators is not None:
+            return operators, None
         with self._lock:
-            if known in self._layouts:
-                self._layouts.move_to_end(known)
-                return self._layouts[known]
-        made = self.lay_out(Schema.from_json(json.loads(resource.content)), resource)
+            seen = self._forgettings
+        found = self._access.resources.get(principal, reference, "schema", session=session_name(session))
+        owner, known = (found.org, found.user), (found.id, found.content)
         with self._lock:
-            self._layouts[known] = made
-            if len(self._layouts) > LAID_OUT:
-                self._layouts.popitem(last=False)
-        return made
+            made = self._layouts.get(owner, known)
+        if made is None:
+            made = self.lay_out(Schema.from_json(json.loads(found.content)), found)
+            with self._lock:
+                if seen == self._forgettings:  # else it may be of what was forgotten since it was read
+                    self._layouts.put(owner, known, made)
+        return made, found
+
+    def operators(self, name: str) -> Layout | None:
+        """The operator's schema of that name, which comes with the server."""
+        try:
+            return self._engine.schemas.get(name)
+        except SchemaError:
+            return None
+
+    def forget(self, ids: Collection[str]) -> None:
+        """Keep nothing of registered schemas that have been removed, or replaced."""
+        with self._lock:
+            self._forgettings += 1
+            for owner, (id, content), _ in list(self._layouts):
+                if id in ids:
+                    self._layouts.drop(owner, (id, content))
 
     def lay_out(self, schema: Schema, resource: Resource) -> Layout:
         """Lay a schema out that is, or is to be, a resource; SchemaError if it cannot be."""

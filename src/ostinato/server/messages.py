@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -17,6 +17,7 @@ from ostinato.prompt.chat import Chat
 from ostinato.prompt.schema import Document, Documents, Item, SchemaPrompt, Turn
 from ostinato.prompt.tools import in_turns, parts_of
 
+T = TypeVar("T")
 Json = dict[str, Any]
 Unsupported = Mapping[str, tuple[object, ...]]
 
@@ -39,6 +40,15 @@ def unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(unicode)]
+
+MAX_ITEMS = 4096
+Many = Annotated[list[T], Field(fail_fast=True, max_length=MAX_ITEMS)]
+"""A list of so many items at most, of which the first wrong one is told and no other looked at: whoever sends a million
+of them is not to have a million errors found."""
+
+MAX_NAME = 512
+Name = Annotated[Text, Field(min_length=1, max_length=MAX_NAME)]
+"""What a client calls a user of its own, or salts with."""
 
 
 def check_unicode(value: object) -> None:
@@ -151,9 +161,9 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[Part] | None = None
+    content: Text | Many[Part] | None = None
     name: Text | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: Text | None = None
     cache_control: Json | None = None
 

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from ostinato.cache.use import TokenType
+from ostinato.engine.explain import MissReason
 from ostinato.engine.request import Chunk
 from ostinato.prompt.span import SpanKind
 
@@ -35,6 +36,11 @@ class Metrics:
             "ostinato_requests_total",
             "HTTP requests by endpoint and status (499: the client left before the answer).",
             ("endpoint", "status"),
+            registry=self.registry,
+        )
+        self.limited = Counter(
+            "ostinato_limited_total",
+            "HTTP requests that were refused because their principal was at a limit.",
             registry=self.registry,
         )
         self._ttft = Histogram(
@@ -112,6 +118,12 @@ class _EngineCollector(Collector):
         yield by_kind(
             "cached_tokens_by_kind", "ostinato_cached_tokens_total by what they are.", stats.cached_kinds
         )
+        missed = CounterMetricFamily(
+            "ostinato_miss_tokens", "Prompt tokens that were not found cached, by why.", labels=["reason"]
+        )
+        for reason in get_args(MissReason):
+            missed.add_metric([reason], stats.miss_reasons[reason])
+        yield missed
         yield InfoMetricFamily(
             "ostinato_cache_config",
             "How the cache is set up.",

@@ -1,22 +1,30 @@
-"""What stands before the routes: who asks, the limit on bodies, the count of requests."""
+"""What stands before the routes: who asks, the limits on principals and bodies, the count of requests."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from contextlib import suppress
 
 from fastapi.exceptions import HTTPException
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ostinato.access.access import Access
-from ostinato.access.errors import AccessError
-from ostinato.access.principal import LOCAL, LOOPBACK, Principal
-from ostinato.server.errors import RefusedError, describe, is_anthropic
+from ostinato.server.authenticate import Authenticate as Authenticate
+from ostinato.server.authenticate import principal_of as principal_of
+from ostinato.server.errors import describe, is_anthropic
+from ostinato.server.limits import LimitedError, Limits, Place
 from ostinato.server.metrics import Metrics
 
-MAX_BODY_BYTES = 8 * 2**20
+REGISTERED_BYTES = 8 * 2**20
+"""Most bytes of a body that registers a document or a schema."""
+TEXT_BYTES = 2**20
+"""Least that the limit of every other body is."""
+DISCARDED_BYTES = 32 * 2**20
+BODY_WITHIN = 30.0
+"""Seconds that a client has to send a body."""
+
 ENDPOINTS = frozenset(
     {
         "/v1/chat/completions",
@@ -34,112 +42,107 @@ ENDPOINTS = frozenset(
 )
 
 
-class Authenticate:
-    """Says who asks, in the request's state; nobody else does. `/health` is open to all.
+class Limited:
+    """Gives each request that sends something a place among its principal's, until all of it is answered."""
 
-    The key is read from `Authorization`, or from `x-api-key`, where clients of Anthropic's API put it.
-    """
-
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app = app
-        self._access = access
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health":
+        if (
+            scope["type"] != "http"
+            or scope["method"] not in ("POST", "PUT")
+            or "principal" not in scope["state"]
+        ):
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        authorization = headers.get("authorization")
-        if authorization is None and "x-api-key" in headers:
-            authorization = f"Bearer {headers['x-api-key']}"
         try:
-            # It may ask a file, or fetch an issuer's keys; the event loop serves others meanwhile.
-            principal = await asyncio.to_thread(self._principal, authorization)
-            if principal is LOCAL and not _is_local(headers):
-                raise RefusedError(
-                    403,
-                    "Without authentication this server answers to localhost alone. Ask it by that name, or make a "
-                    "key: ostinato keys create.",
-                    code="not_local",
-                )
-        except (AccessError, RefusedError) as error:
+            place = self._limits.place(scope["state"]["principal"].scope("user"))
+        except LimitedError as error:
             await describe(error).response(scope)(scope, receive, send)
             return
-        scope.setdefault("state", {})["principal"] = principal
-        await self._app(scope, receive, send)
-
-    def _principal(self, authorization: str | None) -> Principal:
-        self._access.secrets.refresh()
-        return self._access.authenticate(authorization)
+        with place:
+            scope["state"]["place"] = place
+            await self._app(scope, receive, send)
 
 
-def principal_of(request: Request) -> Principal:
-    """Who asks, as `Authenticate` has found."""
-    principal = request.state.principal
-    assert isinstance(principal, Principal)
-    return principal
-
-
-def _is_local(headers: Headers) -> bool:
-    """Whether a request that reached this machine also means it.
-
-    A page in a browser here can send requests from elsewhere (`Origin`), and be served under a name that leads here
-    (`Host`).
-    """
-    origin = headers.get("origin", "")
-    return _host(headers.get("host", "")) in LOOPBACK and (
-        not origin or _host(origin.partition("://")[2]) in LOOPBACK
-    )
-
-
-def _host(header: str) -> str:
-    """The name in a `Host` header, without the port."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0].lower()
+def place_of(request: Request) -> Place:
+    """The place that `Limited` has given a request."""
+    place = request.state.place
+    assert isinstance(place, Place)
+    return place
 
 
 class BodyLimit:
-    """Refuses bodies over a limit as they are read, whatever length they declare."""
+    """Refuses bodies over a limit as they are read, whatever length they declare, and those that do not come in time.
 
-    def __init__(self, app: ASGIApp, limit: int = MAX_BODY_BYTES) -> None:
+    Args:
+        app: what is asked next.
+        text_bytes: limit of a body, unless it registers something.
+        within: seconds that a body has to come whole.
+    """
+
+    def __init__(self, app: ASGIApp, *, text_bytes: int = TEXT_BYTES, within: float = BODY_WITHIN) -> None:
         self._app = app
-        self._limit = limit
+        self._text_bytes = text_bytes
+        self._within = within
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        too_large = HTTPException(413, f"The body is over the limit of {self._limit} bytes.")
+        registers = scope["path"].startswith(("/v1/schemas", "/v1/documents"))
+        limit = REGISTERED_BYTES if registers else self._text_bytes
+        deadline = asyncio.get_running_loop().time() + self._within
+        too_large = HTTPException(413, f"The body is over the limit of {limit} bytes.")
         declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdigit() and int(declared) > self._limit:
-            await self._discard(receive)
+        if declared.isdigit() and int(declared) > limit:
+            await self._discard(receive, deadline)
             await describe(too_large).response(scope)(scope, receive, send)
             return
+        place: Place | None = scope.get("state", {}).get("place")
         size = 0
+        whole = False
 
         async def limited() -> Message:
-            nonlocal size
-            message = await receive()
+            nonlocal size, whole
+            if whole:  # what comes now is the client's leaving, for which there is no deadline
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(
+                    408,
+                    f"The body did not come whole within {self._within:g} seconds. Send it faster, or less of it.",
+                    headers={"Connection": "close"},
+                ) from None
+            whole = not message.get("more_body", False)
             size += len(message.get("body", b""))
-            if size > self._limit:
-                await self._discard(receive)
+            if size > limit:
+                if not whole:
+                    await self._discard(receive, deadline)
                 raise too_large
+            if place is not None:
+                place.weigh(size)
             return message
 
         await self._app(scope, limited, send)
 
-    async def _discard(self, receive: Receive) -> None:
+    async def _discard(self, receive: Receive, deadline: float) -> None:
         """Read on, keeping nothing: a client still sending would see a reset, and not the answer.
 
-        Not for ever: past four times the limit the connection is closed on it.
+        Not for ever: past a size or the deadline the connection is closed on it.
         """
-        left = 4 * self._limit
-        while left > 0:
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if not message.get("more_body", False):
-                return
+        left = DISCARDED_BYTES
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
 
 
 class RequestIds:
@@ -181,6 +184,8 @@ class CountRequests:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if status == 429:
+                    self._metrics.limited.inc()
             await send(message)
 
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from ostinato.engine.grammar import Grammar, json_grammar
 from ostinato.engine.request import MAX_SESSION_NAME, SamplingParams
@@ -19,6 +21,8 @@ from ostinato.prompt.schema import SchemaPrompt
 from ostinato.prompt.schema import Text as PlainText
 from ostinato.server.messages import (
     ChatMessage,
+    Many,
+    Name,
     Text,
     Unsupported,
     chat_prompt,
@@ -36,12 +40,24 @@ Prompt = PlainText | list[int] | Chat | SchemaPrompt
 
 MAX_CHOICES = 128
 """Most engine requests that one body may start (prompts times `n`)."""
+MAX_BIASES = 1024
+
+
+def _few(biases: object) -> object:
+    # pydantic counts the entries of an object only once it has found fault with each.
+    if isinstance(biases, dict) and len(cast("Json", biases)) > MAX_BIASES:
+        raise PydanticCustomError(
+            "too_long", "Dictionary should have at most {limit} items", {"limit": MAX_BIASES}
+        )
+    return biases
 
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
 Stop = Annotated[Text, Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[str, Bias], BeforeValidator(_few), Field(max_length=MAX_BIASES)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 # What a client may ask for that would change the answer and that is not built, with the values that ask
@@ -113,8 +129,8 @@ class GenerationRequest(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
+    logit_bias: Biases | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -127,7 +143,7 @@ class GenerationRequest(BaseModel):
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Many[TokenId] | None = None
     ignore_eos: bool | None = None
 
     # Ostinato's own.
@@ -139,6 +155,10 @@ class GenerationRequest(BaseModel):
     """The scope and the time to live of what nothing in the prompt says more of."""
     explain: bool | None = None
     """Whether the answer says what was cached of the prompt, and why the rest was not."""
+    cache_salt: Name | None = None
+    """vLLM's: what is computed is found again under the same salt alone, and by the same caller."""
+    end_user: Name | None = None
+    """Which of the caller's own users asks: what is computed in the scope of a user or session is that one's."""
 
     def prompts(self) -> list[Prompt]:
         """The prompts of the body, in order."""
@@ -283,11 +303,11 @@ class ResponseFormat(BaseModel):
 class ChatCompletionRequest(GenerationRequest):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] | None = None
+    messages: Many[ChatMessage] | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[ToolDefinition], Field(max_length=512)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=512)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -332,9 +352,9 @@ class ChatCompletionRequest(GenerationRequest):
             parallel=self.parallel_tool_calls is not False,
         )
 
-    def parser(self, calls: Calls) -> ToolCallParser:
-        """Finds the calls of tools in a reply."""
-        return self.tool_use().parser(calls, self._grammar(calls))
+    def parser(self, calls: Calls) -> Callable[[], ToolCallParser]:
+        """Makes what finds the calls of tools in a reply; all that takes a while is done by then."""
+        return partial(self.tool_use().parser, calls, self._grammar(calls))
 
     def _grammar(self, calls: Calls) -> Grammar | None:
         schema, lenient = self._answer_schema()
@@ -392,7 +412,7 @@ class CompletionRequest(GenerationRequest):
         "tool_choice": ("none", "auto"),
     }
 
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]] | None = None
+    prompt: Text | Many[Text] | TokenIds | Many[TokenIds] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from ostinato.access.principal import Principal
+
 P = ParamSpec("P")
 T = TypeVar("T")
+User = tuple[str, str]
+"""Organisation and user."""
 
 THREADS = 4
 """More would take the processor from the engine."""
@@ -27,11 +31,14 @@ class Workers:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._idle = threads
         self._share = max(1, threads // 2)
-        self._queues: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
-        self._working: dict[Hashable, int] = {}
+        self._queues: OrderedDict[User, deque[asyncio.Future[None]]] = OrderedDict()
+        self._working: dict[User, int] = {}
 
-    async def run(self, whose: Hashable, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `call`, made on a thread when it is the turn of `whose` work."""
+    async def run(
+        self, principal: Principal, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """The result of `call`, made on a thread when it is the turn of the user's work."""
+        whose = principal.org, principal.user
         await self._turn(whose)
         made = self._threads.submit(partial(call, *args, **kwargs))
         loop = asyncio.get_running_loop()
@@ -43,7 +50,7 @@ class Workers:
         """Take no more work; what is being done is finished."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _turn(self, whose: Hashable) -> None:
+    async def _turn(self, whose: User) -> None:
         if self._idle and self._working.get(whose, 0) < self._share:
             self._take(whose)
             return
@@ -56,11 +63,11 @@ class Workers:
                 self._done(whose)  # it was its turn already
             raise
 
-    def _take(self, whose: Hashable) -> None:
+    def _take(self, whose: User) -> None:
         self._idle -= 1
         self._working[whose] = self._working.get(whose, 0) + 1
 
-    def _done(self, whose: Hashable) -> None:
+    def _done(self, whose: User) -> None:
         self._idle += 1
         self._working[whose] -= 1
         if not self._working[whose]:
