@@ -1,11 +1,17 @@
-"""Can somebody tell from the time to the first token what others have asked?
+"""Can somebody tell from anything that it is answered what others have asked?
 
-A victim asks prompts of 512 tokens. A prober then times the same prompts and as many that nobody ever asked, in random
-order, each once. The area under the ROC curve of its times (0.5: it learns nothing; 1: it is always right) is measured
-for a prober of another organisation, for a colleague whose own scope the prompts are not in, for a colleague in a scope
-that both share, and for the same with `--release-once`.
+A victim asks prompts. A prober then asks the same and as many that nobody ever asked, in random order, and looks at
+three things: the time to the first token, the numbers of tokens that it is told, and the explanation. How well each
+tells the two apart is measured as the area under the ROC curve (0.5: it learns nothing; 1: it is always right). What is
+a number or a text that is told is a class of answers: how often each class was asked before is counted in one half of
+the probes, and judges the other.
+
+The probers are of another organisation; a colleague whose own scopes the prompts are not in; a colleague in a scope that
+both share; the same with `--release-once`; and with that, one that plays it: it asks twice with `ttl: 0`, asks,
+forgets its own request, reads the count, and asks again.
 
     python benchmarks/prober.py --json prober.json
+    python benchmarks/prober.py --probers once plays --tokens 128
 """
 
 from __future__ import annotations
@@ -21,10 +27,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.box import MARKDOWN
@@ -36,7 +44,6 @@ from ostinato.access.access import Access
 from ostinato.access.principal import Permission
 
 MODEL = "smollm2-135m"
-TOKENS = 512
 MARKERS = ("<!-- prober: begin -->", "<!-- prober: end -->")
 SHARE: tuple[Permission, ...] = ("publish:org",)
 
@@ -45,21 +52,60 @@ SHARE: tuple[Permission, ...] = ("publish:org",)
 class Prober:
     """Who probes, and how the prompts are shared."""
 
+    key: str
     name: str
     org: str
     scope: str | None
     release_once: bool = False
+    plays: bool = False
+    """Whether it asks each prompt again and again, to become its own second asker."""
     share: float = 1.0
     """Of --probes. Where the answer is not in doubt fewer will do."""
 
 
 PROBERS = (
-    Prober("another organisation", "rival", None),
-    Prober("another organisation, scope org", "rival", "org", share=0.25),
-    Prober("a colleague, own scopes", "acme", None, share=0.25),
-    Prober("a colleague, scope org", "acme", "org", share=0.1),
-    Prober("a colleague, scope org, --release-once", "acme", "org", release_once=True, share=0.1),
+    Prober("other", "another organisation", "rival", None),
+    Prober("other-org", "another organisation, scope org", "rival", "org"),
+    Prober("colleague", "a colleague, own scopes", "acme", None),
+    Prober("shared", "a colleague, scope org", "acme", "org", share=0.1),
+    Prober("once", "a colleague, scope org, --release-once", "acme", "org", release_once=True),
+    Prober("plays", "the same, and plays it", "acme", "org", release_once=True, plays=True),
 )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one request was answered."""
+
+    id: str
+    seconds: float
+    """To the first token."""
+    cached: int
+    explanation: str
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a prober sees of one prompt."""
+
+    known: bool
+    """Whether the victim asked it."""
+    seconds: float
+    counts: tuple[int, ...]
+    """Tokens that it was told of: those cached at each asking, and those that it forgot."""
+    explanations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Area:
+    """The area under a ROC curve, and 95 % of it."""
+
+    auc: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.auc:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
 @dataclass(frozen=True)
@@ -68,8 +114,9 @@ class Result:
 
     prober: str
     probes: int
-    auc: float
-    interval: tuple[float, float]
+    time: Area
+    counts: Area
+    explanations: Area
     ttft_asked_ms: float
     ttft_new_ms: float
     cached_tokens: int
@@ -89,85 +136,135 @@ def interval(asked: Sequence[float], new: Sequence[float], seed: int) -> tuple[f
     return found[5], found[194]
 
 
+def area_of_times(probes: Sequence[Probe], seed: int) -> Area:
+    """How well the times tell what was asked before."""
+    asked, new = ([each.seconds for each in probes if each.known is known] for known in (True, False))
+    return Area(auc(asked, new), *interval(asked, new, seed))
+
+
+def area_of_classes(probes: Sequence[Probe], told: Callable[[Probe], Hashable], seed: int) -> Area:
+    """How well what is told does: each half of the probes, judged by how often the other half's were asked before."""
+    halves = probes[::2], probes[1::2]
+    scores: dict[bool, list[float]] = {True: [], False: []}
+    for learned, judged in (halves, halves[::-1]):
+        seen = Counter(told(each) for each in learned)
+        asked = Counter(told(each) for each in learned if each.known)
+        for each in judged:
+            # What was never seen says nothing. What was asked before comes first in `auc`.
+            scores[each.known].append(-(asked[told(each)] + 1) / (seen[told(each)] + 2))
+    return Area(auc(scores[True], scores[False]), *interval(scores[True], scores[False], seed))
+
+
 @contextmanager
-def serving(folder: Path, kv_tokens: int, release_once: bool) -> Generator[tuple[str, Access]]:
-    """A server of its own process, with state of its own."""
+def started(folder: Path, *options: str) -> Generator[tuple[str, Access, int]]:
+    """A server of its own process, with state of its own: its address, the state and the process's id."""
     state = folder / "access.db"
-    command = [
-        sys.executable,
-        "-m",
-        "ostinato.cli",
-        "serve",
-        MODEL,
-        "--port",
-        "0",
-        "--kv-tokens",
-        str(kv_tokens),
-    ]
-    if release_once:
-        command.append("--release-once")
+    command = [sys.executable, "-m", "ostinato.cli", "serve", MODEL, "--port", "0", *options]
     environment = os.environ | {"OSTINATO_ACCESS": str(state)}
     with (
         Access(state) as access,
-        subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
-        ) as process,
+        # In a file, which takes all that it says: a pipe that nobody reads would fill up, and stop it.
+        (folder / "server.log").open("w") as log,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, env=environment) as process,
     ):
         try:
-            assert process.stderr
-            while not (found := re.search(r"at (http://\S+) ", line := process.stderr.readline())):
-                assert line, "the server did not start"
-            yield found[1], access
+            while not (found := re.search(r"at (http://\S+) ", (folder / "server.log").read_text())):
+                assert process.poll() is None, "the server did not start"
+                time.sleep(0.1)
+            yield found[1], access, process.pid
         finally:
             process.terminate()
 
 
-def ask(client: httpx.Client, prompt: list[int], scope: str | None) -> tuple[float, int]:
-    """Seconds to the first token, and the cached tokens that the server tells."""
+@contextmanager
+def serving(folder: Path, kv_tokens: int, release_once: bool) -> Generator[tuple[str, Access]]:
+    """A server with a pool of a size."""
+    options = ["--kv-tokens", str(kv_tokens), *(["--release-once"] if release_once else [])]
+    with started(folder, *options) as (url, access, _):
+        yield url, access
+
+
+def ask(client: httpx.Client, prompt: list[int], scope: str | None, ttl: int | None = None) -> Asked:
+    """Ask for one token, and note all that comes back."""
+    control = {"scope": scope, "ttl": ttl}
     body: dict[str, object] = {
         "model": MODEL,
         "prompt": prompt,
         "max_tokens": 1,
         "ignore_eos": True,
+        "explain": True,
         "stream": True,
+        "stream_options": {"include_usage": True},
+        "cache_control": {name: value for name, value in control.items() if value is not None} or None,
     }
-    body["stream_options"] = {"include_usage": True}
-    if scope is not None:
-        body["cache_control"] = {"scope": scope}
     started = time.perf_counter()
-    first, cached = 0.0, 0
+    seconds, id, cached, explanation = 0.0, "", 0, ""
     with client.stream("POST", "/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
-            first = first or time.perf_counter() - started
-            usage = json.loads(line[6:]).get("usage")
-            if usage:
-                cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return first, cached
+            seconds = seconds or time.perf_counter() - started
+            event = json.loads(line[6:])
+            id = event["id"]
+            if event.get("usage"):
+                cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+            if event.get("ostinato"):
+                explanation = comparable(event["ostinato"]["cache"])
+    return Asked(id, seconds, cached, explanation)
 
 
-def probe(prober: Prober, probes: int, seed: int, progress: Progress) -> Result:
-    """Time one prober's probes."""
+def comparable(explanation: dict[str, Any]) -> str:
+    """An explanation without what differs from each to the next: ids, the prober's own words, and how long ago."""
+    spans = [dict(span) for span in explanation["spans"]]
+    for span in spans:
+        miss = span.get("miss")
+        if miss is not None:
+            span["miss"] = miss | {name: "…" for name in ("yours", "cached", "seconds_ago") if name in miss}
+    advice = re.sub(r"'[^']*'|\"[^\"]*\"|“[^”]*”", "…", explanation.get("advice") or "")
+    told = {name: explanation[name] for name in ("prompt_tokens", "cached_tokens")}
+    return json.dumps(told | {"spans": spans, "advice": advice}, sort_keys=True)
+
+
+def forget(client: httpx.Client, id: str) -> int:
+    """Forget a request of one's own; the tokens that it is told to have been."""
+    answer = client.post("/forget", json={"request": id})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["tokens"]
+
+
+def look(client: httpx.Client, prober: Prober, prompt: list[int], known: bool) -> Probe:
+    """All that a prober sees of one prompt."""
+    asked = [ask(client, prompt, prober.scope, 0 if prober.plays else None)]
+    forgotten: list[int] = []
+    if prober.plays:
+        asked.append(ask(client, prompt, prober.scope, 0))
+        asked.append(ask(client, prompt, prober.scope))
+        forgotten.append(forget(client, asked[-1].id))
+        asked.append(ask(client, prompt, prober.scope))
+    counts = (*(each.cached for each in asked), *forgotten)
+    # The last is the one that all asking before it was for.
+    return Probe(known, asked[-1].seconds, counts, tuple(each.explanation for each in asked))
+
+
+def probe(prober: Prober, probes: int, tokens: int, seed: int, progress: Progress) -> Result:
+    """All probes of one prober."""
     draw = random.Random(f"{prober.name} {seed}")
     # No two begin alike, or a probe would hit what the prober itself has asked.
     firsts = draw.sample(range(1000, 40_000), probes)
-    prompts = [[first, *(draw.randrange(1000, 40_000) for _ in range(TOKENS - 1))] for first in firsts]
+    prompts = [[first, *(draw.randrange(1000, 40_000) for _ in range(tokens - 1))] for first in firsts]
     asked = prompts[: probes // 2]
     task = progress.add_task(prober.name, total=len(asked) + probes)
-    times: dict[bool, list[float]] = {True: [], False: []}
-    cached = 0
+    seen: list[Probe] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(Path(folder), 2 * probes * TOKENS, prober.release_once) as (
-            url,
-            access,
-        ),
+        serving(Path(folder), 2 * probes * tokens, prober.release_once) as (url, access),
     ):
 
         def client(org: str, user: str) -> httpx.Client:
             key = access.keys.create(org, user, permissions=SHARE)[1]
-            return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+            headers = {"Authorization": f"Bearer {key}"}
+            return httpx.Client(base_url=url, headers=headers, timeout=60)
 
         with client("acme", "victim") as victim, client(prober.org, "prober") as own:
             for prompt in asked:
@@ -176,18 +273,21 @@ def probe(prober: Prober, probes: int, seed: int, progress: Progress) -> Result:
             order = [(prompt, number < len(asked)) for number, prompt in enumerate(prompts)]
             draw.shuffle(order)
             for prompt, known in order:
-                seconds, hit = ask(own, prompt, prober.scope)
-                times[known].append(seconds)
-                cached += hit
+                seen.append(look(own, prober, prompt, known))
                 progress.advance(task)
+    times = {
+        known: statistics.median(each.seconds for each in seen if each.known is known)
+        for known in (True, False)
+    }
     return Result(
         prober.name,
         probes,
-        auc(times[True], times[False]),
-        interval(times[True], times[False], seed),
-        statistics.median(times[True]) * 1000,
-        statistics.median(times[False]) * 1000,
-        cached,
+        area_of_times(seen, seed),
+        area_of_classes(seen, lambda each: each.counts, seed),
+        area_of_classes(seen, lambda each: each.explanations, seed),
+        times[True] * 1000,
+        times[False] * 1000,
+        sum(sum(each.counts) for each in seen),
     )
 
 
@@ -196,41 +296,53 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--probes", type=int, default=400, help="of each prober, half of them asked before")
+    parser.add_argument("--tokens", type=int, default=256, help="of each prompt")
+    keys = [prober.key for prober in PROBERS]
+    parser.add_argument("--probers", nargs="+", choices=keys, default=keys, help="those to have probe")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--docs", type=Path, help="put the table between the markers of this page")
     arguments = parser.parse_args()
-    console = Console(width=140)
+    console = Console(width=160)
     results: list[Result] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        for prober in PROBERS:
-            results.append(probe(prober, round(arguments.probes * prober.share), arguments.seed, progress))
+        for prober in (each for each in PROBERS if each.key in arguments.probers):
+            probes = max(4, round(arguments.probes * prober.share))
+            results.append(probe(prober, probes, arguments.tokens, arguments.seed, progress))
             if arguments.json:
                 arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
     table = Table(
-        "prober", "probes", "AUC", "95 %", "TTFT asked before", "TTFT new", "cached tokens told", box=MARKDOWN
+        "prober",
+        "probes",
+        "AUC of times",
+        "of counts",
+        "of explanations",
+        "TTFT asked before",
+        "TTFT new",
+        "tokens told",
+        box=MARKDOWN,
     )
     for result in results:
-        low, high = result.interval
         table.add_row(
             result.prober,
             str(result.probes),
-            f"{result.auc:.3f}",
-            f"{low:.3f} to {high:.3f}",
+            str(result.time),
+            str(result.counts),
+            str(result.explanations),
             f"{result.ttft_asked_ms:.1f} ms",
             f"{result.ttft_new_ms:.1f} ms",
             f"{result.cached_tokens:,}",
         )
     console.print(table)
     if arguments.docs:
-        _insert(table, arguments.docs)
+        insert(table, arguments.docs, MARKERS)
 
 
-def _insert(table: Table, page: Path) -> None:
-    """Put the table between the markers of a page."""
+def insert(table: Table, page: Path, markers: tuple[str, str]) -> None:
+    """Put a table between the markers of a page."""
     text = io.StringIO()
     Console(file=text, width=200).print(table)
-    begin, end = MARKERS
+    begin, end = markers
     before, _, rest = page.read_text().partition(begin)
     lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
     page.write_text("\n".join([before + begin, *lines, end + rest.partition(end)[2]]))

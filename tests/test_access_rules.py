@@ -577,7 +577,13 @@ class World:
             if same is None and longer and last and len(chunk) < BLOCK:
                 continue
             if same is None:
-                kept[:] = [other for other in kept if not chunk.startswith(other.text)]
+                # What others have sent, and will find when this request is forgotten, stays beside it.
+                kept[:] = [
+                    other
+                    for other in kept
+                    if not chunk.startswith(other.text)
+                    or (piece.claimed and not (other.claimed and other.claims <= {request}))
+                ]
                 same = Kept(chunk, traces, piece.claimed)
                 kept.append(same)
             same.claimed = same.claimed and piece.claimed

@@ -331,12 +331,14 @@ def _senders(block: Block) -> Iterable[Scope]:
 
 
 def _outlasts(block: Block, other: Block) -> bool:
-    """Whether all who find one block find the other for as long."""
-    if not other.guarded:
+    """Whether all who find one block find the other for as long, whatever is forgotten of what others have sent."""
+    if other.private or not (block.claimed or block.guarded):
         return block.expires >= other.expires
-    return all(
-        user in block.claims and block.claims[user].expires >= claim.expires
+    held = {user: claim.requests for user, claim in block.claims.items()}
+    return other.claimed and all(
+        held.get(user, {}).get(request, 0.0) >= expires
         for user, claim in other.claims.items()
+        for request, expires in (*claim.requests.items(), *((("", claim.more),) if claim.more else ()))
     )
 
 

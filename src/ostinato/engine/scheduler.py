@@ -382,8 +382,8 @@ class Scheduler:
             self._describe(sequence, chain, chain.published)
             parent = chain.parent_key(chain.published)
             whole = chain.fixed and chain.computed == len(chain.token_ids)
-            if whole and chain.sender is not None:
-                # All of it was found in a longer block of another's: it is this user's too, whatever becomes of that.
+            if whole and not chain.scope.private:
+                # All of it was found in a longer block of another's: it is here too, whatever becomes of that.
                 kept = self.index.publish(rest.pop(0), parent, tail, sequence.use)
             else:
                 kept = self.index.publish_tail(rest.pop(0), parent, tail, sequence.use, sequence.asker)
