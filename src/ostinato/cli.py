@@ -139,8 +139,8 @@ def serve(
         bool,
         typer.Option(
             "--release-once",
-            help="Text in a scope of several users is shared once two of them have sent it: nobody senses what others "
-            "wrote by asking for it once.",
+            help="Text in a scope of several users is found by who has sent it itself, or once two others have: nobody "
+            "senses what another wrote by asking for it.",
         ),
     ] = False,
     limit: Annotated[

@@ -48,14 +48,13 @@ class Match:
 class Index:
     """Owns every block of `pool`: free, in use by requests, or cached in `store`."""
 
-    def __init__(self, pool: Pool, policy: Policy, *, erase: bool = True) -> None:
+    def __init__(self, pool: Pool, policy: Policy) -> None:
         self.pool = pool
         self.store = Store(policy)
         self.evicted_blocks = 0
         self.expired_blocks = 0
         self.lost: Owned[Scope, bytes, Loss] = Owned(REMEMBERED)
         """Why blocks are gone, and when, by their keys: for each user what it has sent itself."""
-        self._erase = erase
         # Blocks by what they continue and their first token, for matches that end inside a block.
         self._children: dict[bytes, dict[int, list[Block]]] = {}
         self._expiring: list[tuple[float, int, Block]] = []
@@ -294,7 +293,7 @@ class Index:
 
     def _free(self, block: Block) -> None:
         # Whatever becomes of the slots, nothing is left in them of what they held.
-        if self._erase and not block.blank:
+        if not block.blank:
             self.pool.erase(block.number)
         self.pool.free([block.number])
 

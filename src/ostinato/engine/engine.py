@@ -9,21 +9,19 @@ import queue
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 import torch
 
-from ostinato.access.grants import manages
 from ostinato.access.principal import LOCAL, Principal
 from ostinato.access.scope import Level, MemorySecrets, Scope, Secrets
-from ostinato.cache.block import NEVER, Block, Lineage
+from ostinato.cache.block import NEVER
 from ostinato.cache.index import Index
 from ostinato.cache.keys import model_fingerprint
 from ostinato.cache.policy import DEFAULT_POLICY, POLICIES
@@ -32,6 +30,7 @@ from ostinato.cache.use import TokenType
 from ostinato.engine.attention import move
 from ostinato.engine.device import choose_device, choose_dtype, choose_kv_tokens
 from ostinato.engine.explain import Explainer, Explanation
+from ostinato.engine.forgetting import Forgetting, Forgettings, Forgotten
 from ostinato.engine.grammar import Grammars
 from ostinato.engine.intake import LINK_TOKENS, Intake, Options, PromptLike
 from ostinato.engine.output import Output, Sink
@@ -43,9 +42,9 @@ from ostinato.engine.sampler import Sampler
 from ostinato.engine.scheduler import Scheduler, Work
 from ostinato.engine.sequence import (
     Sequence,
-    request_tag,
     secret_of,
 )
+from ostinato.engine.stats import EngineStats
 from ostinato.engine.stream import Stream, collect
 from ostinato.errors import EngineClosedError, InvalidRequestError
 from ostinato.models import catalogue
@@ -67,43 +66,6 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-FORGETTINGS = 1_024
-"""The latest acts of forgetting that are compared with requests in preparation, which takes milliseconds."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Totals since the engine started, and what it holds now. Slots are counted in tokens."""
-
-    waiting: int
-    running: int
-    slots_total: int
-    slots_used: int
-    slots_cached: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    preemptions: int
-    evicted_blocks: int
-    requests_finished: int
-    sessions: int
-    prompt_kinds: Counter[TokenType]
-    """`prompt_tokens` by what they are."""
-    cached_kinds: Counter[TokenType]
-    """`cached_tokens` by what they are."""
-    miss_reasons: Counter[str]
-    """Prompt tokens that had to be computed, by why."""
-    records_lost: int
-    """Requests that could not be written to the recording."""
-
-
-@dataclass(frozen=True)
-class Forgotten:
-    """What was taken away of the asker's own."""
-
-    blocks: int
-    tokens: int
-
 
 class Engine:
     """Generates text with a model and reuses the KV of whatever it has computed before.
@@ -124,7 +86,6 @@ class Engine:
         ttls: longest time to live of each scope, in seconds since the latest use.
         release_once: what is computed in a scope of several users is found by who has computed the same itself, or
             once two others have, so that nobody can sense what another wrote by asking for it.
-        erase: overwrite KV whenever its slots are freed.
         progress: called with (bytes done, bytes in all) while the model is fetched, and while it loads.
 
     Raises:
@@ -149,7 +110,6 @@ class Engine:
         secrets: Secrets | None = None,
         ttls: Mapping[Level, float] | None = None,
         release_once: bool = False,
-        erase: bool = True,
         progress: Progress | None = None,
     ) -> None:
         if policy not in POLICIES:
@@ -194,7 +154,7 @@ class Engine:
             # milliseconds a request. What the first contexts need is asked for meanwhile.
             first = min(pool.slots, 2 * config.context_length)
             threading.Thread(target=_populate, args=(compiled, pool, first), daemon=True).start()
-        self.index = Index(pool, POLICIES[policy](blocks), erase=erase)
+        self.index = Index(pool, POLICIES[policy](blocks))
         self._stop_token_ids = frozenset(config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
         self._intake = Intake(
             config,
@@ -225,8 +185,7 @@ class Engine:
         # Everything that touches the scheduler runs on the engine's thread, as a call from this queue.
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._submitting = threading.Lock()
-        self._epoch = 0
-        self._forgettings: deque[tuple[int, Callable[[Lineage], bool]]] = deque(maxlen=FORGETTINGS)
+        self._forgettings = Forgettings()
         self._closed = False
         self._warm()
         self._thread = threading.Thread(target=self._loop, name="ostinato-engine", daemon=True)
@@ -281,7 +240,7 @@ class Engine:
         Raises:
             InvalidRequestError: as `generate` does.
         """
-        options.setdefault("epoch", self._epoch)
+        options.setdefault("epoch", self.epoch)
         return self._intake.prepare(prompt, params, time.perf_counter(), **options)
 
     async def afollow(self, sequence: Sequence) -> AsyncGenerator[Chunk]:
@@ -357,7 +316,7 @@ class Engine:
     @property
     def epoch(self) -> int:
         """How many times something was forgotten. Who reads text to ask about takes it before, for `Options.epoch`."""
-        return self._epoch
+        return self._forgettings.epoch
 
     def forget(
         self, scopes: Callable[[Scope], bool], *, request_id: str = "", principal: Principal = LOCAL
@@ -372,44 +331,30 @@ class Engine:
         Returns:
             How much of it was the principal's own; nobody learns how much others had.
         """
-        return self._forget(scopes, request_id, principal).result()
+        return self._forget(Forgetting(scopes, request_id, principal)).result()
 
     async def aforget(
         self, scopes: Callable[[Scope], bool], *, request_id: str = "", principal: Principal = LOCAL
     ) -> Forgotten:
         """`forget` for asyncio."""
-        asked = await asyncio.to_thread(self._forget, scopes, request_id, principal)
+        asked = await asyncio.to_thread(self._forget, Forgetting(scopes, request_id, principal))
         return await asyncio.wrap_future(asked)
 
-    def _forget(
-        self, scopes: Callable[[Scope], bool], request_id: str, principal: Principal
-    ) -> Future[Forgotten]:
-        own = principal.scope("user")
-        request = request_id and request_tag(own, request_id)
-
-        def forgotten(lineage: Lineage) -> bool:
-            return any(scopes(each) if isinstance(each, Scope) else each == request for each in lineage)
-
-        def counted(block: Block, now: float) -> bool:
-            return block.sent_by(own, now) or (scopes(block.scope) and manages(principal, block.scope.org))
-
+    def _forget(self, forgetting: Forgetting) -> Future[Forgotten]:
         done: Future[Forgotten] = Future()
 
         def forget() -> None:
             now = time.perf_counter()
-            # An erased block's claims and times are as they were.
-            blocks = [block for block in self.scheduler.forget(forgotten) if counted(block, now)]
-            if request:
-                blocks += self.scheduler.unclaim(own, request)
-            self._explainer.forget(forgotten)
+            # What an erased block was is still noted in it.
+            blocks = [b for b in self.scheduler.forget(forgetting.covers) if forgetting.counts(b, now)]
+            if forgetting.request:
+                blocks += self.scheduler.unclaim(forgetting.user, forgetting.request)
+            self._explainer.forget(forgetting.covers)
             done.set_result(Forgotten(len(blocks), sum(block.size for block in blocks)))
 
-        with self._submitting:
-            # What was read before may have been of it; it is compared when it comes to be computed.
-            self._epoch += 1
-            self._forgettings.append((self._epoch, forgotten))
-        self._secrets.replace(scopes)
-        self._intake.forget(scopes, own)
+        self._forgettings.add(forgetting)
+        self._secrets.replace(forgetting.scopes)
+        self._intake.forget(forgetting.scopes, forgetting.user)
         self._put(forget)
         return done
 
@@ -576,12 +521,8 @@ class Engine:
     def _forgotten_since(self, sequence: Sequence) -> bool:
         """Whether something that a sequence has to do with was forgotten while it was read and prepared."""
         secret = self._secrets.secret
-        if any(secret_of(chain.scope, chain.registered, secret) != chain.secret for chain in sequence.chains):
-            return True
-        since = [forgotten for epoch, forgotten in list(self._forgettings) if epoch > sequence.epoch]
-        if self._epoch - sequence.epoch > len(since):
-            return True  # too long ago to tell
-        return any(forgotten(sequence.lineage) for forgotten in since)
+        replaced = any(secret_of(c.scope, c.registered, secret) != c.secret for c in sequence.chains)
+        return replaced or self._forgettings.concern(sequence)
 
     def _cancel(self, sequence: Sequence) -> None:
         if sequence in self._outputs:

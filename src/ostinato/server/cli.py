@@ -26,6 +26,8 @@ ostinato forget --user alice
 
 ostinato forget --session 42
 
+ostinato forget --end-user customer-17
+
 ostinato forget --document doc_4f0c…"""
 
 
@@ -99,6 +101,13 @@ def forget(
     session: Annotated[
         str | None, typer.Option(help="This session of the user (yours, without --user).", show_default=False)
     ] = None,
+    end_user: Annotated[
+        str | None,
+        typer.Option(help="What was asked for this one of the user's own users.", show_default=False),
+    ] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(help="What the user has computed under this salt.", show_default=False)
+    ] = None,
     org: Annotated[
         str | None,
         typer.Option(help="All of this organisation; with --user, whose user.", show_default=False),
@@ -106,20 +115,23 @@ def forget(
     document: Annotated[
         str | None, typer.Option(help="The document or schema of this id.", show_default=False)
     ] = None,
-    request: Annotated[
-        str | None, typer.Option(help="What this request computed.", show_default=False)
-    ] = None,
+    request: Annotated[str | None, typer.Option(help="What this request sent.", show_default=False)] = None,
     server: Server = HERE,
     as_json: AsJson = False,
 ) -> None:
     """Forget what a server has cached of someone or something, and all that was computed from it."""
-    asked = {"user": user, "session": session, "org": org, "document": document, "request": request}
+    asked = {"user": user, "session": session, "end_user": end_user, "cache_salt": cache_salt}
+    asked |= {"org": org, "document": document, "request": request}
     body = {name: value for name, value in asked.items() if value is not None}
     if not body:
-        fail("Say what to forget.", "One of --user, --session, --org, --document and --request.", status=2)
+        fail(
+            "Say what to forget.",
+            "One of --user, --session, --end-user, --cache-salt, --org, --document and --request.",
+            status=2,
+        )
     told = Remote(server).post("/v1/forget", body)
     if as_json:
         print(json.dumps(told))
         return
     documents = f" and {len(told['documents'])} documents and schemas" if told["documents"] else ""
-    print(f"Forgot {told['tokens']:,} tokens of KV in {told['blocks']:,} blocks{documents}.")
+    print(f"Forgot {told['tokens']:,} tokens of your KV in {told['blocks']:,} blocks{documents}.")
