@@ -30,7 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,15 +144,24 @@ def area_of_times(probes: Sequence[Probe], seed: int) -> Area:
 
 def area_of_classes(probes: Sequence[Probe], told: Callable[[Probe], Hashable], seed: int) -> Area:
     """How well what is told does: each half of the probes, judged by how often the other half's were asked before."""
-    halves = probes[::2], probes[1::2]
-    scores: dict[bool, list[float]] = {True: [], False: []}
+    asked, new = ([each for each in probes if each.known is known] for known in (True, False))
+    halves = [(asked[half::2], new[half::2]) for half in (0, 1)]
+    found: list[Area] = []
     for learned, judged in (halves, halves[::-1]):
-        seen = Counter(told(each) for each in learned)
-        asked = Counter(told(each) for each in learned if each.known)
-        for each in judged:
-            # What was never seen says nothing. What was asked before comes first in `auc`.
-            scores[each.known].append(-(asked[told(each)] + 1) / (seen[told(each)] + 2))
-    return Area(auc(scores[True], scores[False]), *interval(scores[True], scores[False], seed))
+        before, never = (Counter(told(each) for each in part) for part in learned)
+
+        def score(
+            probe: Probe, before: Counter[Hashable] = before, never: Counter[Hashable] = never
+        ) -> float:
+            # What was never seen says nothing; what was asked before comes first in `auc`.
+            seen = before[told(probe)] + never[told(probe)]
+            return -(before[told(probe)] + 1) / (seen + 2)
+
+        scores = [[score(each) for each in part] for part in judged]
+        found.append(Area(auc(*scores), *interval(*scores, seed)))
+    # Scores of different halves are not compared: which has a few more of a class is chance.
+    means = [statistics.mean(values) for values in zip(*map(astuple, found), strict=True)]
+    return Area(means[0], means[1], means[2])
 
 
 @contextmanager
@@ -307,7 +316,7 @@ def main() -> None:
     results: list[Result] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for prober in (each for each in PROBERS if each.key in arguments.probers):
-            probes = max(4, round(arguments.probes * prober.share))
+            probes = max(8, round(arguments.probes * prober.share))
             results.append(probe(prober, probes, arguments.tokens, arguments.seed, progress))
             if arguments.json:
                 arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))

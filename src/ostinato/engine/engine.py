@@ -451,13 +451,15 @@ class Engine:
             self._inbox.put(call)
 
     def _warm(self) -> None:
-        """Compute once, so that the first request does not pay for the libraries' own start."""
-        for tokens in (min(32, self.max_model_len), 1):
+        """Compute once, so that the first request does not pay for the libraries' own start, and to know what a step takes."""
+        for tokens in (min(32, self.max_model_len), 1, 1):
             chains = self._intake.chains(plain(Span((0,) * tokens)), Asker())
             sequence = Sequence(-1, chains, SamplingParams(), 1)
             sequence.last.blocks = self.index.allocate(-(-tokens // self.index.pool.block_size))
             sequence.last.written(0, tokens, self.index.pool.block_size)
+            began = time.perf_counter()
             self._runner.run([Work(sequence, tokens)])
+            self.scheduler.shares.alone = time.perf_counter() - began
             self.index.release(sequence.last.blocks, sequence.use)
 
     def _loop(self) -> None:
@@ -504,8 +506,9 @@ class Engine:
             sequence.last.token_ids.append(sampled.token_id)
             if self._outputs[sequence].add(sampled) is not None:
                 self._finish(sequence)
-        prefill = sum(item.tokens for item in work) - replies
-        self.scheduler.shares.took(prefill, replies, time.perf_counter() - began)
+        if work:
+            prefill = sum(item.tokens for item in work) - replies
+            self.scheduler.shares.took(prefill, replies, time.perf_counter() - began)
 
     def _add(self, sequence: Sequence, output: Output) -> None:
         self._outputs[sequence] = output

@@ -186,7 +186,7 @@ class Explainer:
             return replace(miss, reason="scope", scope=str(elsewhere))
         other = self._other_way(parent, plan, sequence.asker, now)
         if other is not None and (at or chain is not sequence.chains[0]):
-            own = other.sent_by(sequence.asker, now) and other.expires == NEVER
+            own = _quotable(other, sequence.asker, now)
             mine = chain.token_ids[at:]
             theirs = self._going_on(other, plan.copied_tokens, sequence.asker, now) if own else []
             texts = around(
@@ -201,23 +201,20 @@ class Explainer:
         tokens = list(block.token_ids[start:])
         following: Block | None = block
         while following is not None and following.key is not None and len(tokens) <= LOOKED_AT:
-            own = (
-                each
-                for each in self._index.children(following.key)
-                if each.sent_by(asker, now) and each.expires == NEVER
-            )
-            following = max(own, key=lambda each: each.use.time, default=None)
+            own = (each for each in self._index.children(following.key) if _quotable(each, asker, now))
+            following = max(own, key=_latest, default=None)
             tokens += following.token_ids if following is not None else ()
         return tokens
 
     def _other_way(self, parent: bytes, plan: Plan, asker: Scope | None, now: float) -> Block | None:
         """A block that the asker may read and that goes on in another way where the plan's cached beginning ends: one
         of its own, rather, and the latest used."""
-        if plan.copied is not None:
-            return plan.copied if plan.copied.size > plan.copied_tokens else None
+        start = plan.copied_tokens
+        shared = () if plan.copied is None else plan.copied.token_ids[:start]
+        found = (b for b in self._index.children(parent) if b.size > start and b.token_ids[:start] == shared)
         return max(
-            (b for b in self._index.children(parent) if b.readable(asker, now)),
-            key=lambda b: (b.sent_by(asker, now), b.use.time),
+            (block for block in found if block.readable(asker, now)),
+            key=lambda block: (block.sent_by(asker, now), *_latest(block)),
             default=None,
         )
 
@@ -248,6 +245,19 @@ def _expired(block: Block, asker: Scope | None, now: float) -> float | None:
         return block.expires if block.expires <= now else None
     claim = None if asker is None else block.claims.get(asker)
     return claim.expires if claim is not None and claim.expires <= now else None
+
+
+def _quotable(block: Block, asker: Scope | None, now: float) -> bool:
+    """Whether a block's text is the asker's own, sent to stay."""
+    if asker is None or not block.sent_by(asker, now):
+        return False
+    return (block.expires if block.private else block.claims[asker].expires) == NEVER
+
+
+def _latest(block: Block) -> tuple[float, tuple[int, ...]]:
+    """What orders blocks by their latest use, as far as any reader may know of it: what each has to itself at first
+    is in an order that tells of no use."""
+    return 0.0 if block.guarded else block.use.time, block.token_ids
 
 
 def _spans(sequence: Sequence, misses: dict[SequenceChain, Miss]) -> list[tuple[SpanReport, SequenceChain]]:

@@ -70,8 +70,8 @@ class Scheduler:
         self.preemptions = 0
         self.shares = Shares()
         self._steps = 0
-        # Blocks a running sequence will have computed soon: whoever needs them waits for them.
-        self._computing: dict[bytes, Sequence] = {}
+        # Blocks a running sequence will have computed soon, and for whom alone, if so: whoever needs them waits for them.
+        self._computing: dict[tuple[bytes, User], Sequence] = {}
 
     @property
     def block_size(self) -> int:
@@ -152,8 +152,7 @@ class Scheduler:
         """Nothing that the sequence computes from now on can be found."""
         sequence.kept = False
         for chain in sequence.chains:
-            for key in chain.keys[chain.published :]:
-                self._stop_computing(sequence, key)
+            self._stop_computing(sequence, chain, chain.keys[chain.published :])
 
     def _admit(self) -> None:
         """Admit those who wait while there is room, first of the users who have least running for their part."""
@@ -174,11 +173,13 @@ class Scheduler:
             plans = [self._plan(sequence, chain) for chain in chains]
             wanted = sum(plan.new_blocks for plan in plans)
             if self.running and not self._fits(plans) and not holdings[user].may_have_blocks(wanted):
-                # In turn: what is large is not overtaken by its own user's small ones, nor for ever by others'.
+                # In turn: what is large is not overtaken by its own user's small ones; nor for ever by others', but
+                # while its user has more than its part already.
                 blocked.append(sequence)
                 queues.pop(user, None)
                 continue
-            if blocked and not (holdings[user].may_have_blocks(wanted) and _overtake(blocked)):
+            deserving = [each for each in blocked if holdings[each.asker].blocks_over <= 1]
+            if blocked and not (holdings[user].may_have_blocks(wanted) and _overtake(deserving)):
                 queues.pop(user, None)
                 continue
             while len(self.running) >= self.max_sequences or not self._fits(plans):
@@ -269,11 +270,14 @@ class Scheduler:
         return wanted <= self.index.available_blocks - len(idle)
 
     def _awaits_other(self, sequence: Sequence, chain: SequenceChain) -> bool:
-        """True if the first block that is not cached is being computed by a running sequence, for this one too."""
-        keys = chain.chain(self.block_size)
-        missing = next((key for key in keys if key not in self.index), None)
-        other = None if missing is None else self._computing.get(missing)
-        return other is not None and (not chain.guarded or other.asker == sequence.asker)
+        """True if the first block that it would not find is being computed by a running sequence, for this one too."""
+        now, asker, known = self._clock(), sequence.asker, self.index.store.blocks
+        for key in chain.chain(self.block_size):
+            block = known.get(key)
+            # What others have to themselves is no reason to wait, nor not to.
+            if block is None or not block.readable(asker, now):
+                return (key, _alone(sequence, chain)) in self._computing
+        return False
 
     def _start(self, sequence: Sequence, chains: list[SequenceChain], plans: list[Plan]) -> None:
         now = sequence.use.time
@@ -308,7 +312,7 @@ class Scheduler:
         self.running.sort(key=lambda s: s.id)
         for chain in chains if sequence.kept else ():
             for key in chain.keys[chain.published :]:
-                self._computing.setdefault(key, sequence)
+                self._computing.setdefault((key, _alone(sequence, chain)), sequence)
         self._move_chains(sequence)
 
     def _miss(self, sequence: Sequence, chains: list[SequenceChain], plans: list[Plan]) -> None:
@@ -366,7 +370,7 @@ class Scheduler:
             if block is not chain.blocks[i]:
                 chain.blocks[i] = block
                 chain.forget_runs()
-            self._stop_computing(sequence, chain.keys[i])
+            self._stop_computing(sequence, chain, chain.keys[i : i + 1])
         chain.published = done
 
     def _release(self, sequence: Sequence) -> None:
@@ -390,8 +394,7 @@ class Scheduler:
             if kept is not None:
                 blocks.append(kept)
         self.index.release([*blocks, *rest], sequence.use)
-        for key in chain.keys[chain.published :]:
-            self._stop_computing(sequence, key)
+        self._stop_computing(sequence, chain, chain.keys[chain.published :])
         chain.blocks = []
         chain.forget_runs()
         chain.published = chain.computed = 0
@@ -399,9 +402,16 @@ class Scheduler:
     def _describe(self, sequence: Sequence, chain: SequenceChain, number: int) -> None:
         chain.describe(number, self.block_size, sequence.use.time, sequence.tag)
 
-    def _stop_computing(self, sequence: Sequence, key: bytes) -> None:
-        if self._computing.get(key) is sequence:
-            del self._computing[key]
+    def _stop_computing(self, sequence: Sequence, chain: SequenceChain, keys: Iterable[bytes]) -> None:
+        alone = _alone(sequence, chain)
+        for key in keys:
+            if self._computing.get((key, alone)) is sequence:
+                del self._computing[key, alone]
+
+
+def _alone(sequence: Sequence, chain: SequenceChain) -> User:
+    """The user who alone finds at first what a sequence computes of a chain; None if others do too."""
+    return sequence.asker if chain.guarded else None
 
 
 def by_user(sequences: Iterable[Sequence]) -> dict[User, list[Sequence]]:

@@ -82,7 +82,8 @@ class Shares:
     """Weight of the latest step in what is known of steps."""
 
     def __init__(self) -> None:
-        self._alone = 0.0
+        self.alone = 0.0
+        """Seconds that the next token of a reply takes, alone."""
         self._token = 0.0
         self._room = 16.0
         self._turns = self._watchful = 0
@@ -104,7 +105,7 @@ class Shares:
         else:
             # Each user has the time of whoever needs least, and at least as many tokens.
             least = min(demands.values())
-            self._should = len(demands) * (self._alone + (least - 1) * self._token)
+            self._should = len(demands) * (self.alone + (least - 1) * self._token)
             self._shares = self._together(demands, min(most, len(demands) * least + int(self._room)))
         return self._shares
 
@@ -115,17 +116,17 @@ class Shares:
             self._served[user] += seconds * share / max(1, tokens)
         if self._should is None:
             self._learn(prefill, replies, seconds)
-        elif self._alone and seconds > 1.25 * self._should and self._room == 1.0:
+        elif self.alone and seconds > 1.25 * self._should and self._room == 1.0:
             self._turns = self.TURNS
-        elif self._alone:
+        elif self.alone:
             self._room = min(max(self._room * min(max(self._should / seconds, 0.25), 1.25), 1.0), 512.0)
 
     def _learn(self, prefill: int, replies: int, seconds: float) -> None:
         """Note what a lone reply's token takes, and a token of a long prefill."""
         if replies == 1 and not prefill:
-            self._alone += (seconds - self._alone) * (self.LATEST if self._alone else 1.0)
+            self.alone += (seconds - self.alone) * (self.LATEST if self.alone else 1.0)
         elif prefill >= 64 and not replies:
-            token = max(0.0, seconds - self._alone) / prefill
+            token = max(0.0, seconds - self.alone) / prefill
             self._token += (token - self._token) * (self.LATEST if self._token else 1.0)
 
     def _together(self, demands: Mapping[User, int], budget: int) -> dict[User, int]:
@@ -138,10 +139,10 @@ class Shares:
             shares |= fair(of_org[org], own, self._served)
         return shares
 
-    def _least_served(self, users: Iterable[User]) -> User:
-        """Of the organisation that has had least, the user that has had least."""
+    def _least_served(self, demands: Mapping[User, int]) -> User:
+        """Of the organisation that has had least, the user that has had least, or needs least."""
         of_orgs = self._of_orgs()
-        return min(users, key=lambda user: (of_orgs[_org(user)], self._served[user]))
+        return min(demands, key=lambda user: (of_orgs[_org(user)], self._served[user], demands[user]))
 
     def _of_orgs(self) -> dict[str, float]:
         of_orgs: dict[str, float] = {}
