@@ -157,10 +157,10 @@ def area_of_classes(probes: Sequence[Probe], told: Callable[[Probe], Hashable], 
             seen = before[told(probe)] + never[told(probe)]
             return -(before[told(probe)] + 1) / (seen + 2)
 
-        scores = [[score(each) for each in part] for part in judged]
-        found.append(Area(auc(*scores), *interval(*scores, seed)))
+        of_asked, of_new = ([score(each) for each in part] for part in judged)
+        found.append(Area(auc(of_asked, of_new), *interval(of_asked, of_new, seed)))
     # Scores of different halves are not compared: which has a few more of a class is chance.
-    means = [statistics.mean(values) for values in zip(*map(astuple, found), strict=True)]
+    means = [statistics.mean(values) for values in zip(*(astuple(each) for each in found), strict=True)]
     return Area(means[0], means[1], means[2])
 
 

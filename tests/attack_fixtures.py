@@ -14,6 +14,7 @@ import httpx
 
 from ostinato import Engine
 from ostinato.access.access import Access
+from ostinato.prompt.span import Span, plain
 from server_fixtures import CHAT, COMPLETIONS, DEADLINE, idle, serving, wait_until
 
 Json = dict[str, Any]
@@ -73,7 +74,7 @@ class Person:
         with self.site.http.stream("POST", path, json=body | fields, headers=headers) as answer:
             assert answer.status_code == 200
             next(answer.iter_raw())
-        wait_until(lambda: idle(self.site.engine))
+        self.site.settle()
 
     def forget(self, **what: str) -> Json:
         answer = self.send("POST", "/v1/forget", what)
@@ -98,7 +99,7 @@ class Site:
         _, key = self.access.keys.create(f"{org}{self.number}", name, permissions=permissions)
         self.people[name] = Person(self, name, key)
 
-    def plain(self, text: str) -> str:
+    def anywhere(self, text: str) -> str:
         """What is said on this site as it would be on any other: without ids and times."""
         text = _VOLATILE.sub(lambda found: found.group(1) or "ID", text)
         return re.sub(rf"\b(acme|evil){self.number}\b", r"\1", text)
@@ -106,14 +107,19 @@ class Site:
     def told(self, answer: httpx.Response) -> tuple[int, str, list[tuple[str, str]]]:
         """All of an answer, but for ids and times."""
         headers = sorted((name, value) for name, value in answer.headers.items() if name not in _HEADERS)
-        return answer.status_code, self.plain(answer.text), headers
+        return answer.status_code, self.anywhere(answer.text), headers
+
+    def settle(self) -> None:
+        """Wait until no request runs, and all that ran are counted."""
+        wait_until(lambda: idle(self.engine))
+        self.engine.cached_tokens(plain(Span((1,))))  # in turn, behind what the engine's thread does now
 
     def computed(self, act: Callable[[], object]) -> int:
         """How many prompt tokens the engine computes while somebody acts: what decides how long that takes."""
-        wait_until(lambda: idle(self.engine))
+        self.settle()
         before = self.engine.stats()
         act()
-        wait_until(lambda: idle(self.engine))
+        self.settle()
         after = self.engine.stats()
         return (after.prompt_tokens - before.prompt_tokens) - (after.cached_tokens - before.cached_tokens)
 
@@ -142,6 +148,7 @@ class Town:
 
 @contextmanager
 def town_of(engine: Engine) -> Generator[Town]:
+    engine.index.pool.kv.zero_()  # memory is given as it is
     with (
         Access(":memory:") as access,
         serving(engine, access) as url,

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from attack_fixtures import MESSAGES, Json, Person, Town, alike, town_of
 from ostinato import Engine
-from server_fixtures import CHAT, COMPLETIONS, idle, wait_until
+from server_fixtures import CHAT, COMPLETIONS
 
 BASES = (
     "The merger with Hooli is signed on Friday at ten in the morning, and nobody else may know.",
@@ -33,7 +33,9 @@ TTLS = (None, None, None, 0, 0.001, 3600)
 NAMES = ("plan", "helpdesk")
 SOME = ("", "", "s-1", "s-2")
 
-ASKING = ("complete", "complete", "system", "system", "user", "message", "inline", "document", "schema", "leave")
+ASKING = ("complete", "complete", "system", "system", "user", "message", "inline", "document", "schema")
+LEAVING = ("leave",)
+"""How much is computed until the server notices is anybody's guess: the prober does not."""
 KEEPING = ("register", "grant", "delete", "put schema", "delete schema")
 FORGETTING = ("forget request", "forget session", "forget user", "forget end user", "forget salt", "forget document")
 EXAMPLES = int(os.environ.get("OSTINATO_EXAMPLES", "60"))
@@ -237,12 +239,12 @@ def programs(draw: st.DrawFn, *, once: bool) -> tuple[str, list[Act]]:
     kinds = ASKING + ASKING + KEEPING + FORGETTING
     strategies = [acts(st.just(prober), kinds + PROBING, LEVELS)]
     if prober == "mallory":
-        strategies.append(acts(st.sampled_from(("alice", "bob")), kinds, LEVELS))
+        strategies.append(acts(st.sampled_from(("alice", "bob")), kinds + LEAVING, LEVELS))
     else:
         # What the organisation shares, one of it has sent at most.
         shared = LEVELS if once else (None, "user", "session")
-        strategies.append(acts(st.just("alice"), kinds, shared))
-        strategies.append(acts(st.just("mallory"), kinds, (None, "user", "session", "org")))
+        strategies.append(acts(st.just("alice"), kinds + LEAVING, shared))
+        strategies.append(acts(st.just("mallory"), kinds + LEAVING, (None, "user", "session", "org")))
     return prober, draw(st.lists(st.one_of(*strategies), min_size=3, max_size=14))
 
 
@@ -260,7 +262,7 @@ def seen(town: Town, prober: str, program: list[Act], *, sent: bool) -> list[tup
             found.append((str(act), number, *map(site.told, player.person.answers)))
         elif sent:
             play(act, player, [])
-            wait_until(lambda: idle(site.engine))
+            site.settle()
     return found
 
 

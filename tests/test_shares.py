@@ -6,7 +6,7 @@ Nothing here looks at a clock: what steps cost is made up, and what is counted i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -184,7 +184,7 @@ def test_two_have_half_of_the_time_each(cost: Cost, other: Load) -> None:
 
 @pytest.mark.parametrize("cost", [smooth, jump, apart])
 def test_three_have_a_third_each(cost: Cost) -> None:
-    loads = {user("a"): ONE, user("b"): HOG, user("c"): ("r", 64)}
+    loads: dict[User, Load] = {user("a"): ONE, user("b"): HOG, user("c"): ("r", 64)}
     world = World(cost, loads)
     world.run(600.0)
     for who in loads:
@@ -193,7 +193,7 @@ def test_three_have_a_third_each(cost: Cost) -> None:
 
 def test_organisations_come_before_their_users() -> None:
     """An organisation of three users has no more than one of a single user: in turns, and together."""
-    loads = {user("a"): ONE, **{user("b", name): ONE for name in "xyz"}}
+    loads: dict[User, Load] = {user("a"): ONE, **{user("b", name): ONE for name in "xyz"}}
     world = World(lambda prefill, replies: apart(prefill, replies) + 2.0 * (replies > 1), loads)
     world.run(600.0)
     assert world.part(user("a")) >= 0.7 * sum(world.part(user("b", name)) for name in "xyz") > 0
@@ -384,7 +384,7 @@ def test_what_is_large_is_not_overtaken_for_ever() -> None:
         steps += 1
         assert steps < 2_000
     assert large.overtaken <= OVERTAKEN
-    assert overtaking <= OVERTAKEN + 6
+    assert overtaking <= 6 * OVERTAKEN, "six come at once where one makes it give way"
     assert large in scheduler.running or not large.remaining
 
 
@@ -414,13 +414,14 @@ class Steps:
             self.work.append({item.sequence: item.tokens for item in work})
             return work
 
+        def costed(prefill: int, replies: int, _: float) -> None:
+            took(prefill, replies, cost(prefill, replies))
+
         patch.setattr(scheduler, "schedule", watched)
-        patch.setattr(
-            shares, "took", lambda prefill, replies, _: took(prefill, replies, cost(prefill, replies))
-        )
+        patch.setattr(shares, "took", costed)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> Generator[None]:
         """No step is chosen meanwhile; what is asked is there when the next one is."""
         self._held.clear()
         self._gate.clear()
@@ -442,7 +443,7 @@ class Steps:
 
 
 @contextmanager
-def engine_of(model: Path, **options: Any) -> Iterator[Engine]:
+def engine_of(model: Path, **options: Any) -> Generator[Engine]:
     with Engine(str(model), dtype="float32", **options) as engine:
         yield engine
 
@@ -451,7 +452,8 @@ def prompt(number: int, tokens: int) -> list[int]:
     return [3 + (number * 37 + at * (1 + number % 11)) % 250 for at in range(tokens)]
 
 
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
 @pytest.mark.parametrize("cost", [smooth, jump])
@@ -459,21 +461,15 @@ def test_one_request_beside_a_hundred_and_twenty_eight(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, cost: Cost
 ) -> None:
     with engine_of(tiny_model, kv_tokens=32_768) as engine:
-        alone = engine.generate(prompt(500, 40), SamplingParams(max_tokens=30, **GREEDY), principal=NEIGHBOUR)
-        expected = [
-            engine.generate(prompt(number, 24), SamplingParams(max_tokens=30, **GREEDY)).token_ids
-            for number in range(3)
-        ]
+        alone = engine.generate(prompt(500, 40), greedy(30), principal=NEIGHBOUR)
+        expected = [engine.generate(prompt(number, 24), greedy(30)).token_ids for number in range(3)]
         steps = Steps(engine, monkeypatch, cost)
-        hogs = [
-            engine.stream(prompt(number, 24), SamplingParams(max_tokens=300, **GREEDY), principal=HOGS)
-            for number in range(128)
-        ]
+        hogs = [engine.stream(prompt(number, 24), greedy(300), principal=HOGS) for number in range(128)]
         began = [next(stream) for stream in hogs[:3]]
+        wait_until(lambda: (engine.stats().running, engine.stats().waiting) == (64, 64))
         with steps.held():
-            assert (engine.stats().running, engine.stats().waiting) == (64, 64)
             since = len(steps.work)
-            one = engine.stream(prompt(500, 40), SamplingParams(max_tokens=30, **GREEDY), principal=NEIGHBOUR)
+            one = engine.stream(prompt(500, 40), greedy(30), principal=NEIGHBOUR)
         tokens = tuple(token for chunk in one for token in chunk.token_ids)
         assert tokens == alone.token_ids, "the company that a reply has changes nothing of it"
         had = steps.of(NEIGHBOUR, since)
@@ -496,7 +492,7 @@ def test_one_request_beside_a_hundred_and_twenty_eight(
 
 def test_a_pool_that_is_full_of_anothers(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(tiny_model, kv_tokens=2_048) as engine:
-        params = SamplingParams(max_tokens=40, **GREEDY)
+        params = greedy(40)
         alone = engine.generate(prompt(500, 300), params, principal=NEIGHBOUR).token_ids
         theirs = [engine.generate(prompt(n, 400), params).token_ids for n in range(4)]
         engine.clear_cache()
@@ -522,7 +518,7 @@ def test_whoever_waits_longest_of_many_users_is_served(
     """More users than seats: all are answered, and no one's second before the first of any."""
     with engine_of(tiny_model, kv_tokens=4_096, max_sequences=4) as engine:
         steps = Steps(engine, monkeypatch, smooth)
-        params = SamplingParams(max_tokens=3, **GREEDY)
+        params = greedy(3)
         with steps.held():
             many = [engine.stream(prompt(n, 20), params, principal=HOGS) for n in range(20)]
             others = [

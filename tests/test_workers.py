@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ PEOPLE = {each.user: each for each in (ANN, BOB, EVE)}
 
 
 @contextmanager
-def pool(threads: int = THREADS) -> Iterator[Workers]:
+def pool(threads: int = THREADS) -> Generator[Workers]:
     workers = Workers(threads, name="test-worker")
     try:
         yield workers

@@ -177,8 +177,9 @@ class Index:
         Returns the block to release, or None if `block` was freed.
         """
         wanted = tuple(token_ids)
-        same = block_key(parent, wanted) in self
-        for sibling in () if same else self._children.get(parent, {}).get(wanted[0], ()):
+        same = self.store.blocks.get(block_key(parent, wanted))
+        found = same is not None and same.readable(reader, use.time)
+        for sibling in () if found else self._children.get(parent, {}).get(wanted[0], ()):
             longer = sibling.size > len(wanted) and sibling.token_ids[: len(wanted)] == wanted
             if longer and sibling.readable(reader, use.time):
                 if not sibling.claims:  # what follows in it is not what a claim would be on
@@ -203,10 +204,11 @@ class Index:
             count += 1
         return count
 
-    def forget(self, forgotten: Callable[[Lineage], bool]) -> list[Block]:
+    def forget(self, forgotten: Callable[[Lineage], bool], now: float = 0.0) -> list[Block]:
         """Take away every block whose lineage is `forgotten`, with all that continues it, and erase their KV.
 
-        What requests use now can no longer be found, and is erased when the last of them lets go of it.
+        What requests use now can no longer be found, and is erased when the last of them lets go of it. Nor is it
+        remembered of what stays, for others, that a forgotten user has sent it before it expired for that one.
         """
         known = cache(forgotten)  # many blocks have one lineage
         gone: dict[Block, None] = {}
@@ -215,6 +217,11 @@ class Index:
                 gone |= dict.fromkeys(self._with_descendants(block))
         for block in sorted(gone, key=lambda each: -each.depth):
             self._forget(block)
+        for block in self.store.blocks.values():
+            expired = [user for user, claim in block.claims.items() if claim.expires <= now]
+            for user in expired:
+                if known(frozenset((user,))):
+                    del block.claims[user]
         self.lost.forget(lambda _, loss: known(loss.lineage))
         return list(gone)
 

@@ -133,7 +133,9 @@ class Scheduler:
 
     def forget(self, forgotten: Callable[[Lineage], bool]) -> list[Block]:
         """Take away what is `forgotten`. Requests that have to do with it go on, and nothing they compute is kept."""
-        blocks = self.index.forget(forgotten)
+        now = self._clock()
+        self.index.sweep(now)  # what has expired is forgotten as such
+        blocks = self.index.forget(forgotten, now)
         for sequence in (*self.waiting, *self.running):
             if forgotten(sequence.lineage) or _holds(sequence, blocks):
                 self.keep_nothing(sequence)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 from typing import Any, ClassVar
 
 import uvicorn
@@ -61,5 +60,9 @@ def configured(app: FastAPI, *, headers_within: float = HEADERS_WITHIN, **option
 
 def raise_open_files() -> None:
     """Let this process have as many connections open as the system allows it."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
