@@ -7,7 +7,6 @@ Left out is what the rules share: text in the prober's organisation without `--r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -37,8 +36,15 @@ ASKING = ("complete", "complete", "system", "system", "user", "message", "inline
 LEAVING = ("leave",)
 """How much is computed until the server notices is anybody's guess: the prober does not."""
 KEEPING = ("register", "grant", "delete", "put schema", "delete schema")
-FORGETTING = ("forget request", "forget session", "forget user", "forget end user", "forget salt", "forget document")
-EXAMPLES = int(os.environ.get("OSTINATO_EXAMPLES", "60"))
+FORGETTING = (
+    "forget request",
+    "forget session",
+    "forget user",
+    "forget end user",
+    "forget salt",
+    "forget document",
+)
+EXAMPLES = 60
 PROBING = (
     "explain",
     "explain theirs",
@@ -138,7 +144,9 @@ def play(act: Act, player: Player, others: list[Player]) -> None:
         case "message":
             said = {"system": [part(act.text, **act.control)], "messages": [question]}
             session = {"metadata": {"user_id": act.session}} if act.session else {}
-            body = {name: value for name, value in common.items() if name not in ("prompt_cache_key", "explain")}
+            body = {
+                name: value for name, value in common.items() if name not in ("prompt_cache_key", "explain")
+            }
             person.send("POST", MESSAGES, body | said | session)
         case "inline":
             source = {"type": "text", "media_type": "text/plain", "data": act.text}
@@ -214,38 +222,48 @@ def play(act: Act, player: Player, others: list[Player]) -> None:
             person.send("POST", CHAT, common | {"messages": [question], "temperature": 9})
 
 
-def acts(who: st.SearchStrategy[str], kinds: tuple[str, ...], levels: tuple[str | None, ...]) -> st.SearchStrategy[Act]:
-    return st.builds(
-        Act,
-        who,
-        st.sampled_from(kinds),
-        base=st.sampled_from((0, 0, 0, 1)),
-        cut=st.sampled_from((90, 90, 70, 25)),
-        tail=st.integers(0, len(TAILS) - 1),
-        level=st.sampled_from(levels),
-        ttl=st.sampled_from(TTLS),
-        name=st.sampled_from(NAMES),
-        session=st.sampled_from(SOME),
-        end_user=st.sampled_from(SOME),
-        salt=st.sampled_from(SOME),
-        number=st.integers(0, 3),
-    )
-
-
 @st.composite
 def programs(draw: st.DrawFn, *, once: bool) -> tuple[str, list[Act]]:
-    """Who probes, and what all do in turn."""
+    """Who probes, and what all do in turn. All programs together do everything; each does little, over and over, so
+    that what the prober sends is often what a victim has sent."""
+
+    def some(values: tuple[Any, ...], least: int, most: int) -> list[Any]:
+        return draw(st.lists(st.sampled_from(values), min_size=least, max_size=most))
+
+    asking, levels, ttls = some(ASKING, 1, 2), some(LEVELS, 1, 2), some(TTLS, 1, 2)
+    names = [some(SOME, 1, 2) for _ in range(3)]
+    cuts, tails = some((90, 90, 70, 25), 1, 2), some(tuple(range(len(TAILS))), 1, 2)
+
+    def acts(
+        who: tuple[str, ...], kinds: list[str], allowed: tuple[str | None, ...]
+    ) -> st.SearchStrategy[Act]:
+        return st.builds(
+            Act,
+            st.sampled_from(who),
+            st.sampled_from(asking * 3 + kinds),
+            base=st.sampled_from((0, 0, 0, 0, 1)),
+            cut=st.sampled_from(cuts),
+            tail=st.sampled_from(tails),
+            level=st.sampled_from([level if level in allowed else None for level in levels]),
+            ttl=st.sampled_from(ttls),
+            name=st.sampled_from(NAMES),
+            session=st.sampled_from(names[0]),
+            end_user=st.sampled_from(names[1]),
+            salt=st.sampled_from(names[2]),
+            number=st.integers(0, 1),
+        )
+
     prober = draw(st.sampled_from(("bob", "bob", "carol", "mallory")))
-    kinds = ASKING + ASKING + KEEPING + FORGETTING
-    strategies = [acts(st.just(prober), kinds + PROBING, LEVELS)]
+    own = acts((prober,), some(KEEPING + FORGETTING + PROBING, 1, 3), LEVELS)
+    kinds = some((*LEAVING, *KEEPING, *FORGETTING), 0, 2)
     if prober == "mallory":
-        strategies.append(acts(st.sampled_from(("alice", "bob")), kinds + LEAVING, LEVELS))
+        theirs = acts(("alice", "bob"), kinds, LEVELS)
     else:
         # What the organisation shares, one of it has sent at most.
         shared = LEVELS if once else (None, "user", "session")
-        strategies.append(acts(st.just("alice"), kinds + LEAVING, shared))
-        strategies.append(acts(st.just("mallory"), kinds + LEAVING, (None, "user", "session", "org")))
-    return prober, draw(st.lists(st.one_of(*strategies), min_size=3, max_size=14))
+        others = acts(("mallory",), kinds, (None, "user", "session", "org"))
+        theirs = st.one_of(acts(("alice",), kinds, shared), acts(("alice",), kinds, shared), others)
+    return prober, draw(st.lists(st.one_of(own, theirs), min_size=4, max_size=10))
 
 
 def seen(town: Town, prober: str, program: list[Act], *, sent: bool) -> list[tuple[Any, ...]]:

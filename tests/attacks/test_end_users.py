@@ -17,7 +17,9 @@ ORG: dict[str, Any] = {"cache_control": {"type": "ephemeral", "scope": "org"}}
 HEADERS = {"end_user": "X-End-User", "cache_salt": "X-Cache-Salt"}
 
 
-def ask(site: Site, who: str, path: str, how: str = "body", names: dict[str, str] | None = None, **fields: Any) -> int:
+def ask(
+    site: Site, who: str, path: str, how: str = "body", names: dict[str, str] | None = None, **fields: Any
+) -> int:
     """How much of the text was found, for those that are named in the body or in headers."""
     said: dict[str, Any] = (
         {"prompt": TEXT} if path == COMPLETIONS else {"messages": [{"role": "user", "content": TEXT}]}
@@ -123,7 +125,10 @@ def test_names_are_told_as_a_hash(site: Site, path: str, name: str) -> None:
 
 
 def test_a_session_is_an_end_users(site: Site) -> None:
-    session = {"prompt_cache_key": "s-1", "cache_control": {"type": "ephemeral", "scope": "session"}}
+    session: dict[str, Any] = {
+        "prompt_cache_key": "s-1",
+        "cache_control": {"type": "ephemeral", "scope": "session"},
+    }
     ask(site, "alice", CHAT, "body", {"end_user": "ann"}, **session)
     assert ask(site, "alice", CHAT, "body", {"end_user": "bob"}, **session) == 0
     assert ask(site, "alice", CHAT, "body", **session) == 0

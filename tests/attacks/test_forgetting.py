@@ -139,9 +139,7 @@ def test_a_shorter_text_beside_ones_own_longer(town_once: Town) -> None:
 
 
 def document(site: Site, who: str, **fields: Any) -> str:
-    answer = site[who].send(
-        "POST", "/v1/documents", {"text": RULES, "name": "plan", "scope": "org"} | fields
-    )
+    answer = site[who].send("POST", "/v1/documents", {"text": RULES, "name": "plan", "scope": "org"} | fields)
     assert answer.status_code == 201, answer.text
     return answer.json()["id"]
 
@@ -340,10 +338,10 @@ def follow(engine: Engine, sequence: Any) -> None:
 
 def test_grammars_go_with_their_user(site: Site) -> None:
     schema = {"type": "object", "properties": {"hooli_is_the_secret": {"type": "boolean"}}}
-    fields = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     kept = site.engine._intake._grammars._compiled  # pyright: ignore[reportPrivateUsage]
     for who in ("alice", "bob"):
-        ask(site, who, **fields)
+        ask(site, who, response_format=form)
     assert sorted(owner.user for owner, source, _ in kept if owner and "hooli" in source) == ["alice", "bob"]
     site["alice"].forget(user="alice")
     assert [owner.user for owner, source, _ in kept if owner and "hooli" in source] == ["bob"]
@@ -377,10 +375,10 @@ def test_layouts_go_with_their_schema(tiny_model: Path, monkeypatch: pytest.Monk
             assert any("Hooli" in content for _, (_, content), _ in kept)
             return answer.json()["id"]
 
-        for forget in (
-            lambda _: alice.send("DELETE", "/v1/schemas/plan"),
-            lambda _: alice.send("POST", "/v1/forget", {"user": "alice"}),
-            lambda id: alice.send("POST", "/v1/forget", {"document": id}),
-        ):
-            assert forget(register()).status_code == 200
+        register()
+        assert alice.send("DELETE", "/v1/schemas/plan").status_code == 200
+        assert not len(kept)
+        for what in ("user", "document"):
+            id = register()
+            alice.forget(**{what: "alice" if what == "user" else id})
             assert not len(kept)

@@ -66,7 +66,7 @@ def test_a_name_of_the_operators_is_the_operators(
     operators()
     for person in site.people.values():
         assert uses(person, "helpdesk") == OPERATORS, person.name
-        assert OPERATORS in person.send("GET", "/v1/schemas/helpdesk").text
+        assert person.send("GET", "/v1/schemas/helpdesk").json()["id"] is None
     refused = site["dave"].send("POST", "/v1/schemas", {"pml": pml("helpdesk", HIJACKED)} | fields)
     assert refused.status_code in (403, 409)
 
@@ -74,16 +74,18 @@ def test_a_name_of_the_operators_is_the_operators(
 @pytest.mark.parametrize("how", HIJACKERS)
 def test_a_name_of_ones_own_stays_ones_own(site: Site, how: str) -> None:
     who, fields = HIJACKERS[how]
-    register(site, "boss", "plan", OWN)
+    own = register(site, "boss", "plan", OWN)
     id = register(site, who, "plan", HIJACKED, **fields)
     assert uses(site["boss"], "plan") == OWN
-    assert OWN in site["boss"].send("GET", "/v1/schemas/plan").text
+    assert site["boss"].send("GET", "/v1/schemas/plan").json()["id"] == own
     readable = fields.get("scope") == "public" or who in ("carol", "alice")
     assert uses(site["boss"], id) == (HIJACKED if readable else None), "what is shared is reached by its id"
 
 
 @pytest.mark.parametrize("how", HIJACKERS)
-def test_a_name_that_means_nothing_goes_on_to_unless_the_organisation_publishes_it(site: Site, how: str) -> None:
+def test_a_name_that_means_nothing_goes_on_to_unless_the_organisation_publishes_it(
+    site: Site, how: str
+) -> None:
     who, fields = HIJACKERS[how]
     register(site, who, "plan", HIJACKED, **fields)
     for name in ("boss", "bob", "dave"):
@@ -91,7 +93,9 @@ def test_a_name_that_means_nothing_goes_on_to_unless_the_organisation_publishes_
         published = how == "a colleague who publishes" or named
         assert uses(site[name], "plan") == (HIJACKED if published else None)
         listed = [each["name"] for each in site[name].send("GET", "/v1/schemas").json()["data"]]
-        known = site[name].send("POST", CHAT, {"model": site.engine.model_name, "pml": '<prompt schema="plam"/>'})
+        known = site[name].send(
+            "POST", CHAT, {"model": site.engine.model_name, "pml": '<prompt schema="plam"/>'}
+        )
         assert ("plan" in known.text) == published, "an error names no name that means nothing"
         assert published <= ("plan" in listed)
     assert uses(site["mallory"], "plan") == (HIJACKED if who == "mallory" else None)
@@ -132,7 +136,9 @@ def test_documents_are_named_by_the_same_rules(site: Site, path: str) -> None:
         return read.json()["text"] if read.status_code == 200 else None
 
     ids = {
-        who: site[who].send("POST", "/v1/documents", {"name": "plan", "text": HIJACKED, **fields}).json()["id"]
+        who: site[who]
+        .send("POST", "/v1/documents", {"name": "plan", "text": HIJACKED, **fields})
+        .json()["id"]
         for who, fields in (("carol", {"readers": ["user:bob"]}), ("mallory", {"scope": "public"}))
     }
     assert text("bob", "plan") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import httpx
@@ -63,7 +64,9 @@ def extends_it(site: Site) -> list[int]:
 def asks_for_many(site: Site) -> list[int]:
     """Several answers to one prompt share its computation, or else tell that it is cached for somebody."""
     control = {"cache_control": {"scope": "org"}}
-    return [site.computed(lambda: site["bob"].ask(COMPLETIONS, prompt=TEXT, n=n, **control)) for n in (4, 2)]
+    return [
+        site.computed(lambda n=n: site["bob"].ask(COMPLETIONS, prompt=TEXT, n=n, **control)) for n in (4, 2)
+    ]
 
 
 def asks_otherwise(site: Site) -> list[int]:
@@ -132,7 +135,8 @@ def test_what_two_others_have_sent_is_found(site_once: Site) -> None:
 
 def test_one_of_two_others_takes_its_own_back(site_once: Site) -> None:
     """Its expiry, or its forgetting, leaves one other: not enough. What the prober has found meanwhile is its own."""
-    for control in ({}, {"ttl": 0.001}):
+    controls: tuple[dict[str, Any], ...] = ({}, {"ttl": 0.001})
+    for control in controls:
         ask(site_once, "alice")
         answer = ask(site_once, "dave", **control)
         if not control:

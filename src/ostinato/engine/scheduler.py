@@ -189,6 +189,7 @@ class Scheduler:
                 victim = self._over_its_part(seat=seat)
                 if victim is None:
                     break
+                victim.overtaken += not seat
                 self._preempt(victim)
                 holdings = self._holdings()
                 plans = [self._plan(sequence, chain) for chain in chains]
@@ -223,13 +224,15 @@ class Scheduler:
         )
 
     def _over_its_part(self, *, seat: bool) -> Sequence | None:
-        """The youngest request of the user that has most beyond its part of the seats, or of the blocks."""
+        """The youngest request of the user that has most beyond its part of the seats, or of the blocks; none that has
+        been overtaken for its size as often as may be."""
         holdings = self._holdings()
         users = [user for user, own in holdings.items() if (own.seats_over if seat else own.blocks_over) > 1]
         if not users:
             return None
         most = max(users, key=lambda each: holdings[each].seats_over if seat else holdings[each].blocks_over)
-        return next(s for s in reversed(self.running) if s.asker == most)
+        own = (s for s in reversed(self.running) if s.asker == most)
+        return next((s for s in own if seat or s.overtaken < OVERTAKEN), None)
 
     def _skip_sources(self, sequence: Sequence) -> None:
         """Where all of a moved chain is cached, nothing has to be computed at its home."""

@@ -72,7 +72,9 @@ class Shares:
     in one each (a matrix times two vectors may), the users take turns instead.
     """
 
-    TURNS = 64
+    SLOW = 3
+    """Steps in a row that may take longer for all users together, with as little as can be for each, than they should."""
+    TURNS = 256
     """Steps that users take turns for, before it is tried again to compute for them together."""
     TURN = 0.25
     """Seconds that a turn of prefill takes."""
@@ -86,10 +88,11 @@ class Shares:
         """Seconds that the next token of a reply takes, alone."""
         self._token = 0.0
         self._room = 16.0
-        self._turns = self._watchful = 0
+        self._turns = self._watchful = self._slow = 0
         self._should: float | None = None
         self._shares: dict[User, int] = {}
         self._served: dict[User, float] = {}
+        self._orgs: dict[str, float] = {}
 
     def split(self, demands: Mapping[User, int], most: int) -> dict[User, int]:
         """How many of the tokens that it could compute each user gets in a step; alone, up to `most`."""
@@ -111,15 +114,19 @@ class Shares:
 
     def took(self, prefill: int, replies: int, seconds: float) -> None:
         """The step that was split last, with so much prefill and the next token of so many replies, took so long."""
-        tokens = sum(self._shares.values())
-        for user, share in self._shares.items():
-            self._served[user] += seconds * share / max(1, tokens)
+        # Who computes together is meant to have the same time, organisations first.
+        users = Counter(_org(user) for user in self._shares)
+        for org in users:
+            self._orgs[org] += seconds / len(users)
+        for user in self._shares:
+            self._served[user] += seconds / len(users) / users[_org(user)]
         if self._should is None:
             self._learn(prefill, replies, seconds)
-        elif self.alone and seconds > 1.25 * self._should and self._room == 1.0:
-            self._turns = self.TURNS
-        elif self.alone:
-            self._room = min(max(self._room * min(max(self._should / seconds, 0.25), 1.25), 1.0), 512.0)
+            return
+        self._slow = self._slow + 1 if seconds > self._should and self._room == 1.0 else 0
+        if self._slow >= self.SLOW:
+            self._slow, self._turns = 0, self.TURNS
+        self._room = min(max(self._room * min(max(self._should / seconds, 0.25), 1.25), 1.0), 512.0)
 
     def _learn(self, prefill: int, replies: int, seconds: float) -> None:
         """Note what a lone reply's token takes, and a token of a long prefill."""
@@ -133,7 +140,7 @@ class Shares:
         by_org: dict[str, dict[User, int]] = {}
         for user, wanted in demands.items():
             by_org.setdefault(_org(user), {})[user] = wanted
-        of_org = fair(budget, {org: sum(own.values()) for org, own in by_org.items()}, self._of_orgs())
+        of_org = fair(budget, {org: sum(own.values()) for org, own in by_org.items()}, self._orgs)
         shares: dict[User, int] = {}
         for org, own in by_org.items():
             shares |= fair(of_org[org], own, self._served)
@@ -141,25 +148,26 @@ class Shares:
 
     def _least_served(self, demands: Mapping[User, int]) -> User:
         """Of the organisation that has had least, the user that has had least, or needs least."""
-        of_orgs = self._of_orgs()
-        return min(demands, key=lambda user: (of_orgs[_org(user)], self._served[user], demands[user]))
-
-    def _of_orgs(self) -> dict[str, float]:
-        of_orgs: dict[str, float] = {}
-        for user, seconds in self._served.items():
-            of_orgs[_org(user)] = of_orgs.get(_org(user), 0.0) + seconds
-        return of_orgs
+        return min(demands, key=lambda user: (self._orgs[_org(user)], self._served[user], demands[user]))
 
     def _known(self, users: Iterable[User]) -> None:
-        """Whoever comes back begins where the one stands who has had least: idling saves nothing up."""
-        known = [self._served[user] for user in users if user in self._served]
-        floor = min(known, default=0.0)
-        self._served = {user: self._served.get(user, floor) - floor for user in users}
+        """Know those who have something to compute now, and nobody else."""
+        of_org: dict[str, list[User]] = {}
+        for user in users:
+            of_org.setdefault(_org(user), []).append(user)
+        self._orgs = _joined(self._orgs, of_org)
+        self._served = {k: v for own in of_org.values() for k, v in _joined(self._served, own).items()}
+
+
+def _joined(served: Mapping[K, float], who: Iterable[K]) -> dict[K, float]:
+    """Whoever comes back begins where the one stands who has had least: idling saves nothing up."""
+    floor = min((served[each] for each in who if each in served), default=0.0)
+    return {each: served.get(each, floor) - floor for each in who}
 
 
 def fair(budget: int, demands: Mapping[K, int], served: Mapping[K, float]) -> dict[K, int]:
-    """Max-min fair shares: nobody gets more while somebody who wants it has less, but by the odd token, which goes to
-    those with the least `served`."""
+    """Max-min fair shares: nobody gets more while somebody who wants it has less, but by the odd token; of those who
+    want as much that goes to whoever was least `served`."""
     shares: dict[K, int] = {}
     ordered = sorted(demands, key=lambda who: (demands[who], -served[who]))
     for number, who in enumerate(ordered):

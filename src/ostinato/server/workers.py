@@ -20,7 +20,7 @@ T = TypeVar("T")
 User = tuple[str, str]
 """Organisation and user."""
 
-THREADS = 4
+THREADS = 3
 """More would take the processor from the engine."""
 
 
