@@ -63,9 +63,9 @@ def extends_it(site: Site) -> list[int]:
 
 def asks_for_many(site: Site) -> list[int]:
     """Several answers to one prompt share its computation, or else tell that it is cached for somebody."""
-    control = {"cache_control": {"scope": "org"}}
+    bob, named = site["bob"], {"scope": "org"}
     return [
-        site.computed(lambda n=n: site["bob"].ask(COMPLETIONS, prompt=TEXT, n=n, **control)) for n in (4, 2)
+        site.computed(partial(bob.ask, COMPLETIONS, prompt=TEXT, n=n, cache_control=named)) for n in (4, 2)
     ]
 
 

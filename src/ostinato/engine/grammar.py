@@ -129,6 +129,7 @@ class Grammars:
         self._vocabulary: _Vocabulary | None = None
         # By whose they are: how soon one is compiled would tell what others have sent.
         self._compiled: Owned[Scope | None, str, llguidance.LLMatcher] = Owned(KEPT)
+        self._forgettings = 0
         self._lock = threading.Lock()
 
     def matcher(self, grammar: Grammar, owner: Scope | None = None) -> Matcher:
@@ -147,15 +148,18 @@ class Grammars:
                 self._vocabulary = _Vocabulary(self._tokenizer, self._stop_token_ids)
             vocabulary = self._vocabulary
             compiled = self._compiled.get(owner, grammar.source)
+            forgettings = self._forgettings
         if compiled is None:
             compiled = self._compile(grammar, vocabulary)
             with self._lock:
-                self._compiled.put(owner, grammar.source, compiled)
+                if self._forgettings == forgettings:  # else it may be of what was forgotten meanwhile
+                    self._compiled.put(owner, grammar.source, compiled)
         return Matcher(grammar, compiled, vocabulary)
 
     def forget(self, forgotten: Callable[[Scope], bool]) -> None:
         """Drop the grammars of users whose scopes are forgotten."""
         with self._lock:
+            self._forgettings += 1
             self._compiled.forget(lambda owner, _: owner is not None and forgotten(owner))
 
     def _compile(self, grammar: Grammar, vocabulary: _Vocabulary) -> llguidance.LLMatcher:
