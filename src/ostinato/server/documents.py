@@ -31,7 +31,7 @@ class NewDocument(BaseModel):
     name: Text | None = None
     """Without one it has a name that says nothing."""
     scope: Literal["public", "org", "user", "session"] = "user"
-    readers: list[Text] = Field([], max_length=MAX_READERS)
+    readers: list[Text] = Field([], fail_fast=True, max_length=MAX_READERS)
     session: Text = ""
     """The client's name of the session, for scope session."""
     ttl: Text | int | float | None = None

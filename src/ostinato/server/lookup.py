@@ -34,7 +34,7 @@ class Readers(BaseModel):
     """Who may use a document or schema beside its owner."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
-    readers: list[Text] = Field(max_length=MAX_READERS)
+    readers: list[Text] = Field(fail_fast=True, max_length=MAX_READERS)
     """Such as "group:finance" and "user:bob"."""
 
 
