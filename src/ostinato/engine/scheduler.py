@@ -126,8 +126,9 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """The request ended or was cancelled, waiting or running: its blocks are released."""
         if sequence in self.running:
-            self.running.remove(sequence)
+            # In this order: who sees that nothing runs finds nothing held.
             self._release(sequence)
+            self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
