@@ -151,7 +151,7 @@ CHANGES: list[tuple[Change, str, str]] = [
     # Paths
     ("path", "Working directory: /home/ann/project", "Working directory: /home/bob/project"),
     ("path", "cwd: /app", "cwd: /srv"),
-    ("path", "You are in ~/work/api today", "You are in ~/work/web today"),
+    ("path", "You are in ~/src/api today", "You are in ~/src/web today"),
     ("path", "<cwd>C:\\Users\\Ann Smith\\code</cwd>", "<cwd>C:\\Users\\Bob Smith\\code</cwd>"),
     ("path", "<cwd>C:\\Users\\Ann Smith\\code</cwd>", "<cwd>C:\\Users\\Ann Jones\\code</cwd>"),
     ("path", '{"cwd": "C:\\\\Users\\\\ann\\\\x"}', '{"cwd": "C:\\\\Users\\\\bob\\\\x"}'),

@@ -71,7 +71,7 @@ class Keeping(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.store.clear()
+        self.store.forget(lambda *_: True)
         self.kept = []
 
     @invariant()

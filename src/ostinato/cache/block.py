@@ -121,14 +121,9 @@ class Block:
         """Whether a user knows its text by having sent it, and may still know that it is here."""
         if user is None:
             return False
-        if self.private:
+        if self.scope.private:
             return (self.scope.org, self.scope.user) == (user.org, user.user) and self.expires > now
         return user in self.claims and self.claims[user].expires > now
-
-    @property
-    def private(self) -> bool:
-        """Whether it is of one user alone."""
-        return self.scope.private
 
 
 BREAK_EVEN = 4096

@@ -331,14 +331,14 @@ class Index:
 
 def _senders(block: Block) -> Iterable[Scope]:
     """The users who are known to have sent a block's text."""
-    if block.private:
+    if block.scope.private:
         return (Scope("user", block.scope.org, block.scope.user),)
     return block.claims
 
 
 def _outlasts(block: Block, other: Block) -> bool:
     """Whether all who find one block find the other for as long, whatever is forgotten of what others have sent."""
-    if other.private or not (block.claimed or block.guarded):
+    if other.scope.private or not (block.claimed or block.guarded):
         return block.expires >= other.expires
     held = {user: claim.requests for user, claim in block.claims.items()}
     return other.claimed and all(

@@ -8,21 +8,21 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-O = TypeVar("O", bound=Hashable)  # noqa: E741
+Owner = TypeVar("Owner", bound=Hashable)
 
 
-class Owned(Generic[O, K, V]):
+class Owned(Generic[Owner, K, V]):
     """Values by owner and key, at most `room` of them; where that is exceeded, whoever has most loses its oldest."""
 
     def __init__(self, room: int) -> None:
         self._room = room
         self._count = 0
-        self._of: dict[O, OrderedDict[K, V]] = {}
+        self._of: dict[Owner, OrderedDict[K, V]] = {}
 
     def __len__(self) -> int:
         return self._count
 
-    def get(self, owner: O, key: K) -> V | None:
+    def get(self, owner: Owner, key: K) -> V | None:
         """The owner's value of a key, which counts as its newest from now on; nobody else's is found."""
         own = self._of.get(owner)
         if own is None or key not in own:
@@ -30,7 +30,7 @@ class Owned(Generic[O, K, V]):
         own.move_to_end(key)
         return own[key]
 
-    def put(self, owner: O, key: K, value: V) -> None:
+    def put(self, owner: Owner, key: K, value: V) -> None:
         """Keep a value, in place of what the owner has of that key."""
         own = self._of.setdefault(owner, OrderedDict())
         self._count += key not in own
@@ -40,7 +40,7 @@ class Owned(Generic[O, K, V]):
             most = max(self._of, key=lambda each: len(self._of[each]))
             self.drop(most, next(iter(self._of[most])))
 
-    def drop(self, owner: O, key: K) -> None:
+    def drop(self, owner: Owner, key: K) -> None:
         """Keep it no more, if it is there."""
         own = self._of.get(owner)
         if own is None or key not in own:
@@ -50,18 +50,13 @@ class Owned(Generic[O, K, V]):
         if not own:
             del self._of[owner]
 
-    def forget(self, forgotten: Callable[[O, V], bool]) -> None:
+    def forget(self, forgotten: Callable[[Owner, V], bool]) -> None:
         """Drop all that `forgotten` holds for."""
         for owner, key, value in list(self):
             if forgotten(owner, value):
                 self.drop(owner, key)
 
-    def clear(self) -> None:
-        """Drop everything."""
-        self._of.clear()
-        self._count = 0
-
-    def __iter__(self) -> Iterator[tuple[O, K, V]]:
+    def __iter__(self) -> Iterator[tuple[Owner, K, V]]:
         for owner, own in self._of.items():
             for key, value in own.items():
                 yield owner, key, value

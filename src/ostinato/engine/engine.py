@@ -40,10 +40,7 @@ from ostinato.engine.request import Chunk, Reply, SamplingParams
 from ostinato.engine.runner import Runner
 from ostinato.engine.sampler import Sampler
 from ostinato.engine.scheduler import Scheduler, Work
-from ostinato.engine.sequence import (
-    Sequence,
-    secret_of,
-)
+from ostinato.engine.sequence import Sequence, secret_of
 from ostinato.engine.stats import EngineStats
 from ostinato.engine.stream import Stream, collect
 from ostinato.errors import EngineClosedError, InvalidRequestError

@@ -241,7 +241,7 @@ class Explainer:
 
 def _expired(block: Block, asker: Scope | None, now: float) -> float | None:
     """When what the asker has sent of a block's text expired for it; None if it did not, or was not sent by it."""
-    if block.private:
+    if block.scope.private:
         return block.expires if block.expires <= now else None
     claim = None if asker is None else block.claims.get(asker)
     return claim.expires if claim is not None and claim.expires <= now else None
@@ -251,7 +251,7 @@ def _quotable(block: Block, asker: Scope | None, now: float) -> bool:
     """Whether a block's text is the asker's own, sent to stay."""
     if asker is None or not block.sent_by(asker, now):
         return False
-    return (block.expires if block.private else block.claims[asker].expires) == NEVER
+    return (block.expires if block.scope.private else block.claims[asker].expires) == NEVER
 
 
 def _latest(block: Block) -> tuple[float, tuple[int, ...]]:

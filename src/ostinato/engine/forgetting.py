@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from ostinato.access.grants import manages
 from ostinato.access.principal import Principal
@@ -33,20 +34,19 @@ class Forgetting:
     request_id: str
     principal: Principal
 
-    @property
+    @cached_property
     def user(self) -> Scope:
         """Who forgets."""
         return self.principal.scope("user")
 
-    @property
+    @cached_property
     def request(self) -> str:
         """The request as lineages and claims have it; empty if it is not one that is forgotten."""
         return self.request_id and request_tag(self.user, self.request_id)
 
     def covers(self, lineage: Lineage) -> bool:
         """Whether what has this lineage is forgotten."""
-        request = self.request
-        return any(self.scopes(each) if isinstance(each, Scope) else each == request for each in lineage)
+        return any(self.scopes(each) if isinstance(each, Scope) else each == self.request for each in lineage)
 
     def counts(self, block: Block, now: float) -> bool:
         """Whether the principal may know that a block was there: it has sent the text, or rules the scope."""

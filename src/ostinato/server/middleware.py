@@ -11,8 +11,6 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ostinato.server.authenticate import Authenticate as Authenticate
-from ostinato.server.authenticate import principal_of as principal_of
 from ostinato.server.errors import describe, is_anthropic
 from ostinato.server.limits import LimitedError, Limits, Place
 from ostinato.server.metrics import Metrics
